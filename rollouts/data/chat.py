@@ -14,8 +14,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -49,8 +48,7 @@ TemplateParams = Mapping[str, JSONValue]
 NO_PARAMS: TemplateParams = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Template:
+class Template(NamedTuple):
     """A tokenizer's chat template with what it is given beside the messages, and the form in which it takes
     tool calls.
     """
@@ -90,8 +88,7 @@ class Template:
         return cast(ChatMessage, {**message, "content": content, "tool_calls": calls})
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizedConversation:
+class TokenizedConversation(NamedTuple):
     """A conversation as the chat template writes it."""
 
     token_ids: IntArray  # [T]
@@ -194,7 +191,7 @@ def make_template(
     template = Template(tokenizer, params, tools or None)
     if any(message.get("tool_calls") for message in messages):
         template = _choose_form(messages, template)
-    if tools and template.render(messages) == replace(template, tools=None).render(messages):
+    if tools and template.render(messages) == template._replace(tools=None).render(messages):
         raise DataError(
             "the row has tools, and the chat template does not write them; describe them in the system prompt"
             " and remove `tools` from the row, or set model.chat_template to one that does"
@@ -237,7 +234,7 @@ def _choose_form(messages: Sequence[ChatMessage], template: Template) -> Templat
         marked.append(cast(ChatMessage, {**message, "tool_calls": calls}) if calls else message)
     problems: list[DataError] = []
     for as_text, empty_content in ((False, ""), (True, ""), (False, None), (True, None)):
-        tried = replace(template, arguments_as_text=as_text, empty_content=empty_content)
+        tried = template._replace(arguments_as_text=as_text, empty_content=empty_content)
         try:
             text = tried.render(marked)
             lacking = [index for mark, index in marks.items() if not _writes_call(text, mark)]

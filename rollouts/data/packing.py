@@ -33,7 +33,6 @@ import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -50,8 +49,7 @@ LITTLE = 256  # rows are cut apart where that loses less than this part of the s
 Costs = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """R rows of S nodes holding b rows of the batch: one packed row, or rows padded to the longest; N
     distinct (node, target) pairs; M trained tokens.
     """
@@ -70,7 +68,7 @@ class MicroBatch:
     @property
     def computed_tokens(self) -> int:
         """Positions that the model computes, padding included."""
-        return int(self.input_ids.size)
+        return self.input_ids.size
 
 
 def make_micro_batches(
@@ -103,7 +101,7 @@ def make_micro_batches(
     rows = sort_rows(tokens, trained, lengths[trained], share=share_prefix and padding_free)
     budget = micro_batch_tokens
     best, least = place_rows(rows, np.zeros(len(trained), np.int64), packed=True), float("inf")
-    nodes, pairs = int(best.nodes[0]), float(best.pairs[0])
+    nodes, pairs = best.nodes[0], best.pairs[0]
     # no plan costs less
     bound = (nodes + attention_cost * pairs) / ranks + micro_batch_cost * -(-nodes // (budget * ranks))
     found = _find_packed_bins(rows, budget, ranks, attention_cost)
@@ -247,7 +245,7 @@ def compute_round_cost(costs: Sequence[float] | Costs, ranks: int) -> float:
     """What all rounds cost together when `ranks` bins at a time are computed, the dearest first: each round
     its dearest bin.
     """
-    return float(np.sort(np.asarray(costs, np.float64))[::-1][::ranks].sum())
+    return float(np.sort(np.asarray(costs, np.float64))[::-ranks].sum())
 
 
 def sort_rows(tokens: Sequence[IntArray], numbers: IntArray, lengths: IntArray, *, share: bool) -> SortedRows:
@@ -290,7 +288,7 @@ def place_rows(rows: SortedRows, labels: IntArray, *, packed: bool) -> Placed:
 
 def _find_packed_bins(rows: SortedRows, budget: int, ranks: int, attention_cost: float) -> Iterator[IntArray]:
     """[n] the bin of each row, in several ways: items of several sizes, single rows, neighbours in order."""
-    shared, is_trie = rows.shared, bool(rows.common.any())  # each bin has the `shared` tokens once
+    shared, is_trie = rows.shared, rows.common.any()  # each bin has the `shared` tokens once
     capacity = max(budget - shared, 1)
     counts: set[int] = set()
     for parts in (*PARTS, 0) if is_trie else (0,):

@@ -14,9 +14,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -39,8 +39,7 @@ SAME_RESPONSE = "same_response"  # chosen and rejected are one and the same with
 HELD_OUT = "held_out_prompt"  # a held-out sample has the same prompt
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SFTSample:
+class SFTSample(NamedTuple):
     """One conversation, ready to train."""
 
     token_ids: IntArray  # [T]
@@ -51,8 +50,7 @@ class SFTSample:
         return SFTSample(self.token_ids[:max_length], self.loss_mask[:max_length])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PreferenceSample:
+class PreferenceSample(NamedTuple):
     """Two responses to one prompt, or one that is marked good or bad, or has a score, ready to train."""
 
     # chosen and rejected; or the completion and, after the same prompt, that of another one. They are equal

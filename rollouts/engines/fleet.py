@@ -328,7 +328,7 @@ class Fleet:
     def publish(self, version: int) -> None:
         """`version` is the fleet's: whoever serves an older one goes stale; stale members are announced."""
         self.published_version = version
-        for member in list(self._members.values()):
+        for member in self._members.values():
             member.publish(version)
 
     def _find(self, engine: InferenceEngine) -> FleetMember | None:

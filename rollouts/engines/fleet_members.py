@@ -19,7 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import trio
 
@@ -49,8 +49,7 @@ AFFINITY_SLACK = 8  # requests by which a group's engine may be ahead of the lea
 TRAJECTORY_SLACK = 64
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """An engine and what can be done for its server."""
 
     engine: InferenceEngine

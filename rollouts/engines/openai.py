@@ -60,11 +60,9 @@ class _Choice(msgspec.Struct):
 class OpenAIServer(Dialect):
     """The Dialect of an endpoint that nobody controls."""
 
-    server: Server
-    features: EngineFeatures
     model: str
     tokenizer: TextTokenizer | None
-    abort_grace_s: float = 0.0
+    abort_grace_s = 0.0
 
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion:
         """Its log-probs are NaN. Raises RequestRefused for what the API cannot say in text (a top_k, more

@@ -37,7 +37,6 @@ from rollouts.engines.server import (
 from rollouts.engines.wire import (
     ServedModel,
     Server,
-    TensorShapes,
     VersionSpan,
     decode_reply,
     find_tensor_shapes,
@@ -98,10 +97,7 @@ class Config(Struct):
 class VLLMServer(Dialect):
     """The Dialect of one vLLM server, and its own calls for transfers of weights in memory."""
 
-    server: Server
-    features: EngineFeatures
     model: str  # its name on the wire
-    shapes: TensorShapes | None = None
     transfer_backend: str | None = None  # None: transfer in memory is off
 
     # --- requests

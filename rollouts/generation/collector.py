@@ -181,8 +181,7 @@ class Collector:
                     await self._plan.engine.abort_all()
             while self.generating and self.failure is None:
                 await self._changed.park()
-        if self.failure is None:
-            self._scope.cancel()
+        self._scope.cancel()
         await self._ended.wait()
         for index in sorted(self._closed):
             if self._closed[index].error is None:  # what stops a call is left to the next one

@@ -205,7 +205,7 @@ class LocalEngine:
     async def abort_all(self) -> None:
         """Everything in flight or queued ends as it is. Returns when the rows are free."""
         self._check_open()
-        for row in list(self._in_flight.values()):
+        for row in self._in_flight.values():
             self._end_early(row)
         await self._wait_until(self._is_still)
 
