@@ -95,5 +95,5 @@ class Pace:
 
     def choose(self) -> list[int]:
         """The groups of the batch, by group index."""
-        by_deadline = sorted((deadline, group_index) for group_index, deadline in self.finished.items())
-        return sorted(group_index for _, group_index in by_deadline[: self.num_prompts])
+        by_deadline = sorted(sorted(self.finished), key=self.finished.__getitem__)
+        return sorted(by_deadline[: self.num_prompts])

@@ -67,9 +67,10 @@ from rollouts.loops.updates import (
     train,
     work_metrics,
 )
-from rollouts.loops.weight_push import BatchSource, WeightPush, open_weight_push
+from rollouts.loops.weight_push import BatchSource, WeightPush
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import PhaseTimer
+from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, SyncWeights, TrainingBackend
 from rollouts.types import LossSpec, Max, RolloutBatch, Sample, Total, metric_values
 
@@ -110,8 +111,9 @@ async def run_rl_training(
     async with (
         surround_steps(hooks, config, backend, critic, completed=completed_steps) as steps,
         rollout_manager.generating(),
-        open_weight_push(sync, rollout_manager, config, hooks.stop) as push,
+        open_plain_nursery() as nursery,
     ):
+        push = WeightPush(nursery, sync, rollout_manager, config, hooks.stop)
         for step in range(completed_steps + 1, config.steps + 1):
             timer, algorithm = PhaseTimer(), choose_algorithm(config, step, state)
             with timer.phase("generate"):
