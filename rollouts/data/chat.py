@@ -63,7 +63,7 @@ class Template(NamedTuple):
     def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = False) -> str:
         """What the template writes. Raises DataError if it refuses the messages."""
         apply: Any = self.tokenizer.apply_chat_template
-        params: dict[str, Any] = {**self.params, "add_generation_prompt": add_generation_prompt}
+        params = {**self.params, "add_generation_prompt": add_generation_prompt}
         if self.tools:
             params["tools"] = [dict(tool) for tool in self.tools]
         try:
@@ -80,10 +80,11 @@ class Template(NamedTuple):
         calls: list[dict[str, Any]] = []
         for call in message["tool_calls"]:
             given = call["function"]["arguments"]
-            arguments: Any = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
             if not self.arguments_as_text:
-                arguments = parse_tool_arguments(given, "arguments")
-            calls.append(_change(call, arguments=arguments))
+                given = parse_tool_arguments(given, "arguments")
+            elif not isinstance(given, str):
+                given = json.dumps(given, ensure_ascii=False)
+            calls.append(_change(call, arguments=given))
         content = message["content"] or self.empty_content
         return cast(ChatMessage, {**message, "content": content, "tool_calls": calls})
 
@@ -373,14 +374,14 @@ def _tokenize_with_marks(
 
     Raises DataError if a mark lies within a token.
     """
-    token_ids = list(tokenizer.encode(text, add_special_tokens=False))
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
     positions: list[int] = []
     for number, mark in enumerate(marks):
         # Generation gets all that is before a turn as one piece. The turn itself is tokenized alone, or with
         # what is before it by tokenizers that put a space before the first word of any text.
         pieces = [(0, 0)] if number % 2 == 0 else [(marks[number - 1], positions[-1]), (0, 0)]
         for begin, position in pieces:
-            piece = list(tokenizer.encode(text[begin:mark], add_special_tokens=False))
+            piece = tokenizer.encode(text[begin:mark], add_special_tokens=False)
             if token_ids[position : position + len(piece)] == piece:
                 positions.append(position + len(piece))
                 break

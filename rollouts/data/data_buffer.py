@@ -160,7 +160,7 @@ class DataBuffer:
         self._seed, self._shuffle = state["seed"], state["shuffle"]
         self._drawn = dict(zip(self._sources, state["drawn"], strict=True))
         self._turns = Turns(state["weights"])
-        self._turns.owed = list(state["owed"])
+        self._turns.owed = state["owed"]
 
     def statistics(self) -> Mapping[str, float]:
         """`epoch`, `drawn` (prompts taken off the stream, each once), `returned` (waiting to be drawn again).

@@ -262,7 +262,7 @@ def sort_rows(tokens: Sequence[IntArray], numbers: IntArray, lengths: IntArray, 
         one, other = inputs[order[place - 1]], inputs[order[place]]
         length = min(len(one), len(other))
         different = one[:length] != other[:length]
-        common[place] = int(different.argmax()) if different.any() else length
+        common[place] = different.argmax() if different.any() else length
     return SortedRows(numbers[order], lengths[order], common)
 
 

@@ -232,7 +232,7 @@ def row_to_conversation(row: Mapping[str, Any]) -> list[ChatMessage]:
 # --- preferences --------------------------------------------------------------------------------------------
 
 
-RESPONSES: Mapping[str, tuple[tuple[str, str], str, str, tuple[type, ...], str]] = {
+RESPONSES = {
     # by use: the columns that a row must have, the responses first, and the rule; the column beside the
     # responses, its types and what it must be
     "pair": (

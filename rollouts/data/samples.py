@@ -96,7 +96,7 @@ def prepare_samples(
                 f" {name.partition('.')[0]}.max_length={max_length}, or use other rows"
             )
         dropped += reasons
-    return Mixture(tuple(sources), truncated, dict(dropped))
+    return Mixture(tuple(sources), truncated, dropped)
 
 
 # --- conversations ------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def prepare_sft_mixture(
     def prepare(row: Row) -> tuple[SFTSample, int] | str:
         whole = _tokenize_row(row_to_conversation(row), row, tokenizer, train_on, params)
         sample = whole.cut(max_length)
-        return (sample, int(len(whole.token_ids) > max_length)) if sample.loss_mask.any() else NO_TOKENS
+        return (sample, len(whole.token_ids) > max_length) if sample.loss_mask.any() else NO_TOKENS
 
     return prepare_samples(mixture, prepare, max_length=max_length, name="sft.data")
 

@@ -470,7 +470,7 @@ class Fleet:
         """`engine/<name>/…` for each member, and `fleet/…`. state: 0 healthy, 1 suspect, 2 dead, 3
         restarting, 4 stale; version −1: none yet.
         """
-        values: dict[str, float] = {
+        values = {
             **self._counts,
             "fleet/serving": sum(member.in_service for member in self._members.values()),
             "fleet/queued": len(self._queue),

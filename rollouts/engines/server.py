@@ -193,7 +193,7 @@ class ServerEngine:
         for entry in self._in_flight.values():
             entry.aborted = True
         self._changed.unpark_all()
-        failure: EngineError | None = None
+        failure = None
         sent = self._sent()
         with trio.move_on_after(self.dialect.abort_grace_s):
             while left := [entry.server_id for entry in sent if not entry.done.is_set()]:

@@ -152,7 +152,7 @@ class SGLangServer(Dialect):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "stop_token_ids": list(sampling.stop_token_ids),
+            "stop_token_ids": sampling.stop_token_ids,
             # with it the server looks at no stop token at all, ours included
             "ignore_eos": not sampling.stop_token_ids,
         }
@@ -412,7 +412,7 @@ async def _check_temperature(dialect: SGLangServer) -> None:
 async def read_server_info(server: Server) -> ServerInfo:
     """The server's settings. Raises EngineSetupError for those that would falsify training."""
     info = await server.read("/server_info", ServerInfo)
-    numbers = tuple(int(part) for part in re.findall(r"\d+", info.version)[:3])
+    numbers = tuple(map(int, re.findall(r"\d+", info.version)[:3]))
     lowest = min(info.speculative_accept_threshold_single, info.speculative_accept_threshold_acc)
     refuse_settings(
         server.name,

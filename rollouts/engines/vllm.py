@@ -105,13 +105,13 @@ class VLLMServer(Dialect):
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion:
         """Nothing but the request's own stop tokens ends it: the model's own are left to the caller."""
         sampling, prompt = request.sampling, request.prompt_ids.tolist()
-        params: dict[str, Any] = {
+        params = {
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "logprobs": 0,  # of the sampled token alone
-            "stop_token_ids": list(sampling.stop_token_ids),
+            "stop_token_ids": sampling.stop_token_ids,
             "ignore_eos": True,
             "detokenize": False,
         }

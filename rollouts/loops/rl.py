@@ -72,7 +72,7 @@ from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, SyncWeights, TrainingBackend
-from rollouts.types import LossSpec, Max, RolloutBatch, Sample, Total, metric_values
+from rollouts.types import LossSpec, Max, RolloutBatch, Total, metric_values
 
 if TYPE_CHECKING:
     from rollouts.data.data_buffer import DataBuffer
@@ -168,7 +168,7 @@ async def generate_and_log(
     """The next batch. Its samples and those that failed are on disk before anything is done with it, also
     when the failures stop the run. Raises StalenessError for a batch that is too old.
     """
-    failed: Sequence[Sample] = ()
+    failed = ()
     try:
         with push.guarding():
             try:

@@ -43,7 +43,7 @@ class WeightPush:
     _ended: trio.Event | None = None  # of the update in flight
     _guarded: trio.CancelScope = field(default_factory=trio.CancelScope)
     _failure: Exception | None = None
-    _metrics: dict[str, float] = field(default_factory=dict[str, float])
+    _metrics: dict[str, float] = field(default_factory=dict)
 
     async def send(self, step: int) -> None:
         """Returns when the trainer may go on; after the last step when the update has ended. Does nothing
