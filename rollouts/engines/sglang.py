@@ -152,7 +152,7 @@ class SGLangServer(Dialect):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "stop_token_ids": sampling.stop_token_ids,
+            "stop_token_ids": list(sampling.stop_token_ids),
             # with it the server looks at no stop token at all, ours included
             "ignore_eos": not sampling.stop_token_ids,
         }

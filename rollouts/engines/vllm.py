@@ -111,7 +111,7 @@ class VLLMServer(Dialect):
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "logprobs": 0,  # of the sampled token alone
-            "stop_token_ids": sampling.stop_token_ids,
+            "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,
             "detokenize": False,
         }

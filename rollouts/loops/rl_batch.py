@@ -239,9 +239,10 @@ def compute_taught(batch: RolloutBatch, config: DistillationConfig) -> tuple[Flo
     """
     log_probs, teacher = batch.old_log_probs or batch.rollout_log_probs, batch.teacher_log_probs
     assert log_probs is not None and teacher is not None
-    options = {"coef": config.coef, "clip": config.clip or None}
     try:
-        advantages = compute_distillation_advantages(teacher, log_probs, batch.loss_masks, **options)
+        advantages = compute_distillation_advantages(
+            teacher, log_probs, batch.loss_masks, coef=config.coef, clip=config.clip or None
+        )
     except ValueError as error:
         raise ModelError(
             f"rl.distillation.teacher={config.teacher!r}: {error}; a teacher that rules a token out needs"
