@@ -133,8 +133,8 @@ async def run_rl_training(
                 metrics |= training_metrics(config, algorithm, batch, results, critic_results, step)
                 metrics |= {f"data/{name}": value for name, value in data_buffer.statistics().items()}
                 metrics |= timer.metrics() | throughput(batch, updates, config, timer, rollout_manager)
-                told = record_rl_updates(updates, results, critic_results, algorithm, step)
-                await metrics_logger.log_step("rl", step, step - 1, metrics, updates=told, spans=timer.spans())
+                told = {"updates": record_rl_updates(updates, results, critic_results, algorithm, step)}
+                await metrics_logger.log_step("rl", step, step - 1, metrics, **told, spans=timer.spans())
                 history.append(metrics)
         await push.wait()
     return history
