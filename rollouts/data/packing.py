@@ -113,7 +113,7 @@ def make_micro_batches(
         if least <= GOOD * bound:
             break
     assert least < float("inf"), "single rows fit somewhere, and leave no rank without"
-    largest_first = np.lexsort((rows.numbers[best.order[best.starts]], -best.nodes)).tolist()
+    largest_first = np.lexsort((rows.numbers[best.order[best.starts]], -best.nodes))
     orders, commons = (np.split(one, best.starts[1:]) for one in (best.order, best.common))
     return [
         _make_micro_batch(rows, orders[one], commons[one], tokens, loss_masks, packed=padding_free)
@@ -150,7 +150,7 @@ def _make_micro_batch(
     path, end_by_depth = np.zeros(longest, np.int64), np.full(longest, width)  # of the nodes of each depth
     trained: list[IntArray] = []
     keys: list[IntArray] = []
-    cut = list(zip(*(one.tolist() for one in (numbers, starts, common, lengths)), strict=True))
+    cut = np.stack([numbers, starts, common, lengths], axis=1).tolist()
     for row, start, shared, length in cut:
         mine = slice(start, start + length - shared)
         input_ids[mine], position_ids[mine] = tokens[row][shared:length], np.arange(shared, length)
@@ -201,7 +201,7 @@ def spread_tokens_to_rows(
     for micro_batch, per_token in zip(micro_batches, values, strict=True):
         edges = np.flatnonzero(np.diff(micro_batch.token_rows)) + 1
         found = (np.split(one, edges) for one in (micro_batch.token_positions, per_token))
-        for row, positions, own in zip(micro_batch.rows.tolist(), *found, strict=True):
+        for row, positions, own in zip(micro_batch.rows, *found, strict=True):
             rows[row][positions] = own
     return rows
 
@@ -255,7 +255,7 @@ def sort_rows(tokens: Sequence[IntArray], numbers: IntArray, lengths: IntArray, 
     common = np.zeros(len(numbers), np.int64)
     if not share:
         return SortedRows(numbers, lengths, common)
-    inputs = [tokens[row][:length] for row, length in zip(numbers.tolist(), lengths.tolist(), strict=True)]
+    inputs = [tokens[row][:length] for row, length in zip(numbers, lengths, strict=True)]
     keys = [one.astype(">u8").tobytes() for one in inputs]  # big-endian: comparing memory is comparing tokens
     order = sorted(range(len(keys)), key=keys.__getitem__)
     for place in range(1, len(order)):

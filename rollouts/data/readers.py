@@ -47,7 +47,7 @@ def read_jsonl(source: DataSourceConfig) -> FoundRows:
             number = 0
             while line := file.readline(MAX_ROW_BYTES + 2):  # only "\n" ends a line, text files know more
                 number += 1
-                text, value = line.rstrip(b"\r\n"), None
+                text = line.rstrip(b"\r\n")
                 if len(text) > MAX_ROW_BYTES:
                     while line and not line.endswith(b"\n"):
                         line = file.readline(MAX_ROW_BYTES)

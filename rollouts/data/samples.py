@@ -175,10 +175,8 @@ def prepare_preference_mixture(
             others = mismatch_completions([json.dumps(row["prompt"], sort_keys=True) for row in rows])
         except ValueError as error:
             raise DataError(f"{name}: {error}; use rows of several prompts") from error
-        pairs = [
-            {"completion": row["completion"], "the completion of another row": rows[other]["completion"]}
-            for row, other in zip(rows, others, strict=True)
-        ]
+        for pair, other in zip(pairs, others, strict=True):
+            pair["the completion of another row"] = rows[other]["completion"]
     left = iter(pairs)
 
     def prepare(row: Row) -> tuple[PreferenceSample, int] | str:

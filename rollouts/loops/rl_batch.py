@@ -266,7 +266,11 @@ def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> Adva
         log_probs = reference = [np.zeros(len(mask)) for mask in masks]
     assert reference is not None
     token_rewards = compute_token_rewards(
-        *(rewards, log_probs, reference, masks, beta),
+        rewards,
+        log_probs,
+        reference,
+        masks,
+        beta,
         trajectories=trajectories,
         turn_rewards=batch.turn_rewards,
     )
