@@ -208,7 +208,7 @@ class Collector:
 
     async def _work(self, nursery: trio.Nursery) -> None:
         self._take_held()
-        self._launch(nursery, list(self._undecided.values()))
+        self._launch(nursery, self._undecided.values())
         while self._pace is not None or not self._is_full():
             if self._is_full() and not self._goes_on:
                 self._is_stopping = True
@@ -222,7 +222,7 @@ class Collector:
                 if not self._decide(ready) and self._pace is None:
                     self._launch_more(nursery)
 
-    def _launch(self, nursery: trio.Nursery, groups: Sequence[Group]) -> None:
+    def _launch(self, nursery: trio.Nursery, groups: Iterable[Group]) -> None:
         for group in groups:
             self.generating += sum(not member.segments for member in group.members)
             nursery.start_soon(self._run, group)
