@@ -445,10 +445,6 @@ class Collector:
                 self._pace.finish(index, oldest=oldest)
         self._data_buffer.return_prompts([group.prompt for group in returned])
 
-    @property
-    def num_open(self) -> int:
-        return len(self.open_groups())
-
     def open_groups(self) -> list[Group]:
         """All groups that are neither trained nor dropped, in launch order."""
         groups = self._kept | self._failed_groups | self._undecided

@@ -258,7 +258,11 @@ def training_metrics(
     """What the step trained with, the backends' metrics of the last pass over the batch, and how old the
     batch was. The KL coefficient is there where the reference was asked.
     """
-    lags, metrics = compute_lags(batch, step - 1), critic_metrics(critic_results, config.minibatches)
+    lags = compute_lags(batch, step - 1)
+    critic = last_pass_metrics(critic_results, config.minibatches) if critic_results else {}
+    metrics = {
+        name if name.startswith(OWN_NAMES) else f"critic/{name}": value for name, value in critic.items()
+    }
     trajectories = find_trajectories(batch)
     oldest = np.zeros(trajectories.max() + 1, lags.dtype)
     np.maximum.at(oldest, trajectories, lags)  # none is below 0
@@ -300,7 +304,8 @@ def throughput(
 
 
 VALUE_CLIP = 0.2  # updates of a step that move a value further gain nothing by it, in the reward's unit
-# of metrics that only a critic has; the others get the prefix "critic/"
+# of metrics that only a critic has; the others get the prefix "critic/". value/explained_variance is of the
+# values before each part's update
 OWN_NAMES = ("value/", "return/", "loss/value")
 
 
@@ -312,13 +317,3 @@ async def train_critic(critic: TrainingBackend | None, updates: Sequence[Update]
         return []
     loss = LossSpec("value", {"clip": VALUE_CLIP})  # a mean over the trained tokens of an update's rows
     return await train(critic, [(batch, loss) for batch, _ in updates])
-
-
-def critic_metrics(results: Sequence[UpdateResult], minibatches: int) -> dict[str, float]:
-    """The critic's metrics of the last pass over the batch; empty without a critic. value/explained_variance
-    is of the values before each part's update.
-    """
-    metrics = last_pass_metrics(results, minibatches) if results else {}
-    return {
-        name if name.startswith(OWN_NAMES) else f"critic/{name}": value for name, value in metrics.items()
-    }
