@@ -10,11 +10,11 @@ follow. So spans are found by rendering, never by searching for the content: wha
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -48,8 +48,7 @@ TemplateParams = Mapping[str, JSONValue]
 NO_PARAMS: TemplateParams = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Template:
+class Template(NamedTuple):
     """A tokenizer's chat template with what it is given beside the messages, and the form in which it takes
     tool calls.
     """
@@ -64,7 +63,7 @@ class Template:
     def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = False) -> str:
         """What the template writes. Raises DataError if it refuses the messages."""
         apply: Any = self.tokenizer.apply_chat_template
-        params: dict[str, Any] = {**self.params, "add_generation_prompt": add_generation_prompt}
+        params = {**self.params, "add_generation_prompt": add_generation_prompt}
         if self.tools:
             params["tools"] = [dict(tool) for tool in self.tools]
         try:
@@ -81,16 +80,16 @@ class Template:
         calls: list[dict[str, Any]] = []
         for call in message["tool_calls"]:
             given = call["function"]["arguments"]
-            arguments: Any = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
             if not self.arguments_as_text:
-                arguments = parse_tool_arguments(given, "arguments")
-            calls.append(_change(call, arguments=arguments))
+                given = parse_tool_arguments(given, "arguments")
+            elif not isinstance(given, str):
+                given = json.dumps(given, ensure_ascii=False)
+            calls.append(_change(call, arguments=given))
         content = message["content"] or self.empty_content
         return cast(ChatMessage, {**message, "content": content, "tool_calls": calls})
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizedConversation:
+class TokenizedConversation(NamedTuple):
     """A conversation as the chat template writes it."""
 
     token_ids: IntArray  # [T]
@@ -193,7 +192,7 @@ def make_template(
     template = Template(tokenizer, params, tools or None)
     if any(message.get("tool_calls") for message in messages):
         template = _choose_form(messages, template)
-    if tools and template.render(messages) == replace(template, tools=None).render(messages):
+    if tools and template.render(messages) == template._replace(tools=None).render(messages):
         raise DataError(
             "the row has tools, and the chat template does not write them; describe them in the system prompt"
             " and remove `tools` from the row, or set model.chat_template to one that does"
@@ -236,7 +235,7 @@ def _choose_form(messages: Sequence[ChatMessage], template: Template) -> Templat
         marked.append(cast(ChatMessage, {**message, "tool_calls": calls}) if calls else message)
     problems: list[DataError] = []
     for as_text, empty_content in ((False, ""), (True, ""), (False, None), (True, None)):
-        tried = replace(template, arguments_as_text=as_text, empty_content=empty_content)
+        tried = template._replace(arguments_as_text=as_text, empty_content=empty_content)
         try:
             text = tried.render(marked)
             lacking = [index for mark, index in marks.items() if not _writes_call(text, mark)]
@@ -364,8 +363,7 @@ def find_end(
 
 
 def _first_difference(first: str, second: str) -> str:
-    pairs = enumerate(zip(first, second, strict=False))
-    at = next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+    at = len(os.path.commonprefix([first, second]))  # noqa: RUF071  (characters are meant)
     return f"at character {at}: {first[at : at + 20]!r} against {second[at : at + 20]!r}"
 
 
@@ -376,14 +374,14 @@ def _tokenize_with_marks(
 
     Raises DataError if a mark lies within a token.
     """
-    token_ids = list(tokenizer.encode(text, add_special_tokens=False))
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
     positions: list[int] = []
     for number, mark in enumerate(marks):
         # Generation gets all that is before a turn as one piece. The turn itself is tokenized alone, or with
         # what is before it by tokenizers that put a space before the first word of any text.
         pieces = [(0, 0)] if number % 2 == 0 else [(marks[number - 1], positions[-1]), (0, 0)]
         for begin, position in pieces:
-            piece = list(tokenizer.encode(text[begin:mark], add_special_tokens=False))
+            piece = tokenizer.encode(text[begin:mark], add_special_tokens=False)
             if token_ids[position : position + len(piece)] == piece:
                 positions.append(position + len(piece))
                 break

@@ -90,7 +90,7 @@ def call_curriculum(
     """
     where = f"curriculum {function} in step {step}"
     try:
-        weights: object = curriculum(step, dict(statistics))
+        weights = curriculum(step, dict(statistics))
         values, shown = parse_weights(weights, list(statistics)), repr(weights)
     except (Exception, SystemExit, GeneratorExit) as error:  # or what it gave, when it was looked at
         raise UserFunctionError(f"{where} raised {type(error).__name__}: {error}") from error

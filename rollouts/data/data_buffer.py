@@ -11,10 +11,9 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollouts.data.mixture import SOURCE_FIELD, Mixture, Turns, make_mixture, parse_weights
 from rollouts.data.rows import Row, naming, parse_row
@@ -22,8 +21,7 @@ from rollouts.errors import DataError
 from rollouts.types import IntArray, JSONValue
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRow:
+class PromptRow(NamedTuple):
     """One dataset row in one epoch of its source."""
 
     # "row-17", or "NAME/row-17" in a mixture: the position of the row in its source, the same in every epoch
@@ -162,7 +160,7 @@ class DataBuffer:
         self._seed, self._shuffle = state["seed"], state["shuffle"]
         self._drawn = dict(zip(self._sources, state["drawn"], strict=True))
         self._turns = Turns(state["weights"])
-        self._turns.owed = list(state["owed"])
+        self._turns.owed = state["owed"]
 
     def statistics(self) -> Mapping[str, float]:
         """`epoch`, `drawn` (prompts taken off the stream, each once), `returned` (waiting to be drawn again).

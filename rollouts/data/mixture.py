@@ -111,7 +111,7 @@ def parse_weights(weights: object, names: Sequence[str]) -> tuple[float, ...] | 
     are_numbers = all(isinstance(one, numbers.Real) and not isinstance(one, bool) for one in values)
     if not are_numbers or not any(values) or not all(0 <= one < math.inf for one in values):
         return None
-    return tuple(float(one) for one in values)
+    return tuple(map(float, values))
 
 
 # --- whose turn it is ---------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -50,8 +49,7 @@ LITTLE = 256  # rows are cut apart where that loses less than this part of the s
 Costs = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """R rows of S nodes holding b rows of the batch: one packed row, or rows padded to the longest; N
     distinct (node, target) pairs; M trained tokens.
     """
@@ -70,7 +68,7 @@ class MicroBatch:
     @property
     def computed_tokens(self) -> int:
         """Positions that the model computes, padding included."""
-        return int(self.input_ids.size)
+        return self.input_ids.size
 
 
 def make_micro_batches(
@@ -103,7 +101,7 @@ def make_micro_batches(
     rows = sort_rows(tokens, trained, lengths[trained], share=share_prefix and padding_free)
     budget = micro_batch_tokens
     best, least = place_rows(rows, np.zeros(len(trained), np.int64), packed=True), float("inf")
-    nodes, pairs = int(best.nodes[0]), float(best.pairs[0])
+    nodes, pairs = best.nodes[0], best.pairs[0]
     # no plan costs less
     bound = (nodes + attention_cost * pairs) / ranks + micro_batch_cost * -(-nodes // (budget * ranks))
     found = _find_packed_bins(rows, budget, ranks, attention_cost)
@@ -115,7 +113,7 @@ def make_micro_batches(
         if least <= GOOD * bound:
             break
     assert least < float("inf"), "single rows fit somewhere, and leave no rank without"
-    largest_first = np.lexsort((rows.numbers[best.order[best.starts]], -best.nodes)).tolist()
+    largest_first = np.lexsort((rows.numbers[best.order[best.starts]], -best.nodes))
     orders, commons = (np.split(one, best.starts[1:]) for one in (best.order, best.common))
     return [
         _make_micro_batch(rows, orders[one], commons[one], tokens, loss_masks, packed=padding_free)
@@ -143,15 +141,16 @@ def _make_micro_batch(
     packed: bool,
 ) -> MicroBatch:
     numbers, lengths = rows.numbers[order], rows.lengths[order]
-    own, longest = lengths - common, int(lengths.max())
-    width = int(own.sum()) if packed else longest
-    starts = np.cumsum(own) - own if packed else np.arange(len(lengths)) * width
-    input_ids, position_ids = np.zeros((2, width if packed else len(lengths) * width), np.int64)
-    ends = np.full(len(input_ids), width)
+    longest = int(lengths.max())
+    own = lengths - common if packed else np.full(len(lengths), longest)  # nodes, padding included
+    starts, total = np.cumsum(own) - own, int(own.sum())
+    width = total if packed else longest
+    input_ids, position_ids = np.zeros((2, total), np.int64)
+    ends = np.full(total, width)
     path, end_by_depth = np.zeros(longest, np.int64), np.full(longest, width)  # of the nodes of each depth
     trained: list[IntArray] = []
     keys: list[IntArray] = []
-    cut = list(zip(*(one.tolist() for one in (numbers, starts, common, lengths)), strict=True))
+    cut = np.stack([numbers, starts, common, lengths], axis=1).tolist()
     for row, start, shared, length in cut:
         mine = slice(start, start + length - shared)
         input_ids[mine], position_ids[mine] = tokens[row][shared:length], np.arange(shared, length)
@@ -202,7 +201,7 @@ def spread_tokens_to_rows(
     for micro_batch, per_token in zip(micro_batches, values, strict=True):
         edges = np.flatnonzero(np.diff(micro_batch.token_rows)) + 1
         found = (np.split(one, edges) for one in (micro_batch.token_positions, per_token))
-        for row, positions, own in zip(micro_batch.rows.tolist(), *found, strict=True):
+        for row, positions, own in zip(micro_batch.rows, *found, strict=True):
             rows[row][positions] = own
     return rows
 
@@ -246,7 +245,7 @@ def compute_round_cost(costs: Sequence[float] | Costs, ranks: int) -> float:
     """What all rounds cost together when `ranks` bins at a time are computed, the dearest first: each round
     its dearest bin.
     """
-    return float(np.sort(np.asarray(costs, np.float64))[::-1][::ranks].sum())
+    return float(np.sort(np.asarray(costs, np.float64))[::-ranks].sum())
 
 
 def sort_rows(tokens: Sequence[IntArray], numbers: IntArray, lengths: IntArray, *, share: bool) -> SortedRows:
@@ -256,14 +255,14 @@ def sort_rows(tokens: Sequence[IntArray], numbers: IntArray, lengths: IntArray, 
     common = np.zeros(len(numbers), np.int64)
     if not share:
         return SortedRows(numbers, lengths, common)
-    inputs = [tokens[row][:length] for row, length in zip(numbers.tolist(), lengths.tolist(), strict=True)]
+    inputs = [tokens[row][:length] for row, length in zip(numbers, lengths, strict=True)]
     keys = [one.astype(">u8").tobytes() for one in inputs]  # big-endian: comparing memory is comparing tokens
     order = sorted(range(len(keys)), key=keys.__getitem__)
     for place in range(1, len(order)):
         one, other = inputs[order[place - 1]], inputs[order[place]]
         length = min(len(one), len(other))
         different = one[:length] != other[:length]
-        common[place] = int(different.argmax()) if different.any() else length
+        common[place] = different.argmax() if different.any() else length
     return SortedRows(numbers[order], lengths[order], common)
 
 
@@ -289,7 +288,7 @@ def place_rows(rows: SortedRows, labels: IntArray, *, packed: bool) -> Placed:
 
 def _find_packed_bins(rows: SortedRows, budget: int, ranks: int, attention_cost: float) -> Iterator[IntArray]:
     """[n] the bin of each row, in several ways: items of several sizes, single rows, neighbours in order."""
-    shared, is_trie = rows.shared, bool(rows.common.any())  # each bin has the `shared` tokens once
+    shared, is_trie = rows.shared, rows.common.any()  # each bin has the `shared` tokens once
     capacity = max(budget - shared, 1)
     counts: set[int] = set()
     for parts in (*PARTS, 0) if is_trie else (0,):

@@ -5,14 +5,14 @@ hub, reasoning-gym, or a Python function that the config names.
 import glob
 import gzip
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rollouts.config.plugins import load_function
 from rollouts.config.spelling import did_you_mean
-from rollouts.config.tables import DataSourceConfig, SourceKind
+from rollouts.config.tables import DataSourceConfig
 from rollouts.data.rows import MAX_ROW_BYTES
 from rollouts.errors import DataError
 from rollouts.messages import parse_json
@@ -47,7 +47,7 @@ def read_jsonl(source: DataSourceConfig) -> FoundRows:
             number = 0
             while line := file.readline(MAX_ROW_BYTES + 2):  # only "\n" ends a line, text files know more
                 number += 1
-                text, value = line.rstrip(b"\r\n"), None
+                text = line.rstrip(b"\r\n")
                 if len(text) > MAX_ROW_BYTES:
                     while line and not line.endswith(b"\n"):
                         line = file.readline(MAX_ROW_BYTES)
@@ -190,7 +190,7 @@ def make_reasoning_gym_rows(source: DataSourceConfig) -> FoundRows:
     from reasoning_gym import factory  # takes seconds and is an optional dependency, so not at the top
     from reasoning_gym.composite import DatasetSpec
 
-    params: dict[str, Any] = dict(source.params)
+    params = dict(source.params)
     if source.dataset == "composite":
         specs = params.get("datasets", ())
         params["datasets"] = [DatasetSpec(**{"weight": 1, "config": {}, **spec}) for spec in specs]
@@ -219,7 +219,7 @@ def make_python_rows(source: DataSourceConfig) -> FoundRows:
         yield f"{source.function} row {number}", row
 
 
-READERS: Mapping[SourceKind, Callable[[DataSourceConfig], FoundRows]] = {
+READERS = {
     "jsonl": read_jsonl,
     "parquet": read_parquet,
     "hf": read_hf,

@@ -50,8 +50,7 @@ def naming(where: str) -> Iterator[None]:
     try:
         yield
     except (DataError, ModelError) as error:
-        kind = ModelError if isinstance(error, ModelError) else DataError
-        raise kind(f"{where}: {error}") from error
+        raise type(error)(f"{where}: {error}") from error
 
 
 def parse_row(
@@ -233,7 +232,7 @@ def row_to_conversation(row: Mapping[str, Any]) -> list[ChatMessage]:
 # --- preferences --------------------------------------------------------------------------------------------
 
 
-RESPONSES: Mapping[str, tuple[tuple[str, str], str, str, tuple[type, ...], str]] = {
+RESPONSES = {
     # by use: the columns that a row must have, the responses first, and the rule; the column beside the
     # responses, its types and what it must be
     "pair": (

@@ -14,9 +14,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -39,8 +39,7 @@ SAME_RESPONSE = "same_response"  # chosen and rejected are one and the same with
 HELD_OUT = "held_out_prompt"  # a held-out sample has the same prompt
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SFTSample:
+class SFTSample(NamedTuple):
     """One conversation, ready to train."""
 
     token_ids: IntArray  # [T]
@@ -51,8 +50,7 @@ class SFTSample:
         return SFTSample(self.token_ids[:max_length], self.loss_mask[:max_length])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PreferenceSample:
+class PreferenceSample(NamedTuple):
     """Two responses to one prompt, or one that is marked good or bad, or has a score, ready to train."""
 
     # chosen and rejected; or the completion and, after the same prompt, that of another one. They are equal
@@ -98,7 +96,7 @@ def prepare_samples(
                 f" {name.partition('.')[0]}.max_length={max_length}, or use other rows"
             )
         dropped += reasons
-    return Mixture(tuple(sources), truncated, dict(dropped))
+    return Mixture(tuple(sources), truncated, dropped)
 
 
 # --- conversations ------------------------------------------------------------------------------------------
@@ -121,7 +119,7 @@ def prepare_sft_mixture(
     def prepare(row: Row) -> tuple[SFTSample, int] | str:
         whole = _tokenize_row(row_to_conversation(row), row, tokenizer, train_on, params)
         sample = whole.cut(max_length)
-        return (sample, int(len(whole.token_ids) > max_length)) if sample.loss_mask.any() else NO_TOKENS
+        return (sample, len(whole.token_ids) > max_length) if sample.loss_mask.any() else NO_TOKENS
 
     return prepare_samples(mixture, prepare, max_length=max_length, name="sft.data")
 
@@ -177,10 +175,8 @@ def prepare_preference_mixture(
             others = mismatch_completions([json.dumps(row["prompt"], sort_keys=True) for row in rows])
         except ValueError as error:
             raise DataError(f"{name}: {error}; use rows of several prompts") from error
-        pairs = [
-            {"completion": row["completion"], "the completion of another row": rows[other]["completion"]}
-            for row, other in zip(rows, others, strict=True)
-        ]
+        for pair, other in zip(pairs, others, strict=True):
+            pair["the completion of another row"] = rows[other]["completion"]
     left = iter(pairs)
 
     def prepare(row: Row) -> tuple[PreferenceSample, int] | str:

@@ -27,9 +27,7 @@ def make_score_batch(sequences: Sequence[IntArray]) -> RolloutBatch:
         if len(sequence) == 0:
             raise DataError(f"sequences[{row}] has no token, so there is nothing to score; leave it out")
     return RolloutBatch(
-        tokens=tuple(
-            np.append(np.asarray(sequence, np.int64), sequence[-1]) for sequence in sequences
-        ),  # an id that the model has
+        tokens=tuple(np.append(sequence, sequence[-1]) for sequence in sequences),  # an id that the model has
         loss_masks=tuple(np.arange(len(sequence) + 1) == len(sequence) for sequence in sequences),
     )
 

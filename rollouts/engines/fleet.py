@@ -328,7 +328,7 @@ class Fleet:
     def publish(self, version: int) -> None:
         """`version` is the fleet's: whoever serves an older one goes stale; stale members are announced."""
         self.published_version = version
-        for member in list(self._members.values()):
+        for member in self._members.values():
             member.publish(version)
 
     def _find(self, engine: InferenceEngine) -> FleetMember | None:
@@ -470,7 +470,7 @@ class Fleet:
         """`engine/<name>/…` for each member, and `fleet/…`. state: 0 healthy, 1 suspect, 2 dead, 3
         restarting, 4 stale; version −1: none yet.
         """
-        values: dict[str, float] = {
+        values = {
             **self._counts,
             "fleet/serving": sum(member.in_service for member in self._members.values()),
             "fleet/queued": len(self._queue),

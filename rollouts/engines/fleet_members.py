@@ -19,7 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import trio
 
@@ -49,8 +49,7 @@ AFFINITY_SLACK = 8  # requests by which a group's engine may be ahead of the lea
 TRAJECTORY_SLACK = 64
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """An engine and what can be done for its server."""
 
     engine: InferenceEngine
@@ -233,7 +232,7 @@ class FleetMember:
         """A good answer. The limit grows by a tenth a round if it was what kept further requests away."""
         self.strikes = self.overloads = 0
         if len(self.calls) >= int(self.limit):
-            self.limit = min(float(self.max_concurrency), self.limit + 0.1)
+            self.limit = min(self.max_concurrency, self.limit + 0.1)
 
     def overloaded(self, error: EngineOverloaded) -> None:
         """It takes no more: the limit is halved once per rest, and it is left alone for what it asks, or for
@@ -244,7 +243,7 @@ class FleetMember:
         now, asked_s = trio.current_time(), error.retry_after_s
         if now >= self.resting_until:  # the others of one burst come during the rest that the first began
             self.overloads += 1
-            self.limit = max(1.0, min(self.limit, float(len(self.calls))) / 2)
+            self.limit = max(1.0, min(self.limit, len(self.calls)) / 2)
             self.resting_until = self._after(self.overloads) if asked_s is None else now
         if asked_s is not None:
             self.resting_until = max(self.resting_until, now + min(asked_s, RETRY_AFTER_CAP_S))
@@ -291,7 +290,7 @@ class FleetMember:
 
     def _come_back(self) -> None:
         self.strikes = self.overloads = 0
-        self.limit = float(self.max_concurrency)
+        self.limit = self.max_concurrency
         self._go_stale()
 
     # --- weight updates

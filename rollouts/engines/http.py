@@ -83,8 +83,7 @@ class HttpClient:
         request = httpx.Request(
             method, self.url + path, headers=headers, stream=_Body(body), extensions={"timeout": timeout}
         )
-        reply: httpx.Response | None = None
-        kept = False
+        reply, kept = None, False
         try:
             reply = await client.send(request, stream=True)
             if int(reply.headers.get("content-length", 0)) > MAX_BYTES:

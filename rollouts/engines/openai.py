@@ -60,11 +60,9 @@ class _Choice(msgspec.Struct):
 class OpenAIServer(Dialect):
     """The Dialect of an endpoint that nobody controls."""
 
-    server: Server
-    features: EngineFeatures
     model: str
     tokenizer: TextTokenizer | None
-    abort_grace_s: float = 0.0
+    abort_grace_s = 0.0
 
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion:
         """Its log-probs are NaN. Raises RequestRefused for what the API cannot say in text (a top_k, more
@@ -80,7 +78,7 @@ class OpenAIServer(Dialect):
             raise RequestRefused(f"{who}: the endpoint's content filter withheld the answer")
         ids, vocab_size = choice.token_ids, self.features.vocab_size
         if self.tokenizer is not None:
-            ids = list(self.tokenizer.encode(choice.text, add_special_tokens=False))
+            ids = self.tokenizer.encode(choice.text, add_special_tokens=False)
         elif ids is None or len(ids) > limit:  # text, tokenized again, may have more than it was made of
             raise ReplyError(
                 f"{who}: {len(ids or ())} token_ids for max_new_tokens={limit}; one that speaks text needs a"
@@ -98,7 +96,7 @@ class OpenAIServer(Dialect):
 
     def _make_body(self, request: GenerateRequest) -> dict[str, Any]:
         sampling, prompt = request.sampling, request.prompt_ids.tolist()
-        top_k, stops = sampling.top_k, list(sampling.stop_token_ids)
+        top_k, stops = sampling.top_k, sampling.stop_token_ids
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": sampling.max_new_tokens,

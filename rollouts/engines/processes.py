@@ -37,15 +37,15 @@ ASK_S = 0.2  # between two questions whether a server is up
 ANSWER_S = 10.0  # for one such answer
 STOP_S = 10.0  # for one to end by itself
 TAIL_LINES = 20  # of a server's log in messages
+FIXED_FOR_ALL = f" --host {HOST} --served-model-name policy"
 # What a user may not change. vLLM's log-probs are those of the distribution sampled from, after temperature
 # and top-p; scale-out opens the endpoint for token ids. SGLang would spin on a core that others need.
 FIXED = {
-    "vllm": "--model {model} --logprobs-mode processed_logprobs --enable-scale-out",
+    "vllm": "--model {model} --logprobs-mode processed_logprobs --enable-scale-out" + FIXED_FOR_ALL,
     "vllm cpu": "",
-    "sglang": "--model-path {model}",
+    "sglang": "--model-path {model}" + FIXED_FOR_ALL,
     "sglang cpu": "--device cpu --sleep-on-idle",
 }
-FIXED_FOR_ALL = f"--host {HOST} --served-model-name policy"
 # What a user's own flag replaces. A request's seed ends a vLLM server on a CPU that computes prompts in
 # parts; compiling takes minutes on a few cores. SGLang would size its cache by all of the machine's memory.
 DEFAULTS = {
@@ -229,7 +229,7 @@ def make_arguments(command: EngineCommand, *, port: int, key_file: Path) -> tupl
 
 def list_flags(command: EngineCommand, table: Mapping[str, str]) -> Flags:
     """The flags of the table for this kind of server where it runs."""
-    texts = [table[command.kind], FIXED_FOR_ALL if table is FIXED else ""]
+    texts = [table[command.kind]]
     if not runs_on_gpu(command):
         texts.append(table[f"{command.kind} cpu"])
     return dict(split_flags([word.format(model=command.model) for text in texts for word in text.split()]))
@@ -279,11 +279,13 @@ def make_environment(
     its share of the cores on a CPU.
     """
     env = {name: value for name, value in inherited.items() if not NOT_INHERITED.fullmatch(name)}
-    # compilers and ninja of its own environment
-    env["PATH"] = f"{command.python.parent.absolute()}{os.pathsep}{env.get('PATH', os.defpath)}"
-    # thousands of modules: compiled anew at each start, in each of its processes, they take minutes
-    env["PYTHONDONTWRITEBYTECODE"] = ""
-    env["PYTHONUNBUFFERED"] = "1"  # so that the log of a server that is killed is whole
+    env |= {
+        # compilers and ninja of its own environment
+        "PATH": f"{command.python.parent.absolute()}{os.pathsep}{env.get('PATH', os.defpath)}",
+        # thousands of modules: compiled anew at each start, in each of its processes, they take minutes
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONUNBUFFERED": "1",  # so that the log of a server that is killed is whole
+    }
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
     if command.kind == "vllm":

@@ -15,7 +15,7 @@ import math
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
@@ -59,6 +59,7 @@ SILENT = (
 NEVER_NAMED = "default"  # the version's name in a server that was started and not updated since
 
 
+@dataclass(eq=False)
 class Dialect:
     """What one kind of server is asked, and how; the defaults are an endpoint's that nobody controls.
     Everything raises EngineError.
@@ -66,8 +67,9 @@ class Dialect:
 
     server: Server
     features: EngineFeatures
-    abort_grace_s: float = ABORT_GRACE_S  # 0: requests are aborted by closing their connections
+    _: KW_ONLY
     shapes: TensorShapes | None = None  # of the server's model; None: unknown here
+    abort_grace_s = ABORT_GRACE_S  # 0: requests are aborted by closing their connections
 
     @property
     def name(self) -> str:
@@ -191,7 +193,7 @@ class ServerEngine:
         for entry in self._in_flight.values():
             entry.aborted = True
         self._changed.unpark_all()
-        failure: EngineError | None = None
+        failure = None
         sent = self._sent()
         with trio.move_on_after(self.dialect.abort_grace_s):
             while left := [entry.server_id for entry in sent if not entry.done.is_set()]:

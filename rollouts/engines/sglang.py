@@ -31,7 +31,6 @@ from rollouts.engines.server import (
 )
 from rollouts.engines.wire import (
     Server,
-    TensorShapes,
     VersionSpan,
     decode_reply,
     find_tensor_shapes,
@@ -127,10 +126,7 @@ class Update(Struct):
 class SGLangServer(Dialect):
     """The Dialect of one SGLang server, and its own calls for transfers of weights in memory."""
 
-    server: Server
-    features: EngineFeatures
     info: ServerInfo
-    shapes: TensorShapes | None = None
     # tokens of prompt and answer at which the server ends an answer, some before its context is full
     ends_at: int | None = None
 
@@ -393,7 +389,7 @@ def open_sglang_engine(
         least = info.max_req_input_len
         ends_at = longest - RESERVED if least is None else least + LEAST_ANSWER
         shapes = await trio.to_thread.run_sync(find_tensor_shapes, Path(model.model_path))
-        dialect = SGLangServer(server, features, info, shapes, ends_at)
+        dialect = SGLangServer(server, features, info, ends_at, shapes=shapes)
         await _check_temperature(dialect)
         return dialect
 
@@ -416,7 +412,7 @@ async def _check_temperature(dialect: SGLangServer) -> None:
 async def read_server_info(server: Server) -> ServerInfo:
     """The server's settings. Raises EngineSetupError for those that would falsify training."""
     info = await server.read("/server_info", ServerInfo)
-    numbers = tuple(int(part) for part in re.findall(r"\d+", info.version)[:3])
+    numbers = tuple(map(int, re.findall(r"\d+", info.version)[:3]))
     lowest = min(info.speculative_accept_threshold_single, info.speculative_accept_threshold_acc)
     refuse_settings(
         server.name,

@@ -37,7 +37,6 @@ from rollouts.engines.server import (
 from rollouts.engines.wire import (
     ServedModel,
     Server,
-    TensorShapes,
     VersionSpan,
     decode_reply,
     find_tensor_shapes,
@@ -98,10 +97,7 @@ class Config(Struct):
 class VLLMServer(Dialect):
     """The Dialect of one vLLM server, and its own calls for transfers of weights in memory."""
 
-    server: Server
-    features: EngineFeatures
     model: str  # its name on the wire
-    shapes: TensorShapes | None = None
     transfer_backend: str | None = None  # None: transfer in memory is off
 
     # --- requests
@@ -109,7 +105,7 @@ class VLLMServer(Dialect):
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion:
         """Nothing but the request's own stop tokens ends it: the model's own are left to the caller."""
         sampling, prompt = request.sampling, request.prompt_ids.tolist()
-        params: dict[str, Any] = {
+        params = {
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -315,7 +311,12 @@ def open_vllm_engine(
         refuse_settings(
             server.name, {"does not count its work; start it without --disable-log-stats": not counted}
         )
-        await _check_generates(dialect)
+        # the token is in the server's vocabulary, and the answer says what training needs
+        with setup_errors(
+            "start vLLM 0.32 or later with --enable-scale-out, and with the trainer's model: asked was token"
+            f" {vocab_size - 1}, the last of its vocabulary of {vocab_size}, of the same model"
+        ):
+            await dialect.ask_first(vocab_size - 1)
         return dialect
 
     return open_server_engine(url, shake_hands, kind="vllm", health_path="/health", **options)
@@ -341,15 +342,3 @@ async def read_config(server: Server, context_length: int | None) -> Config:
         },
     )
     return config
-
-
-async def _check_generates(dialect: VLLMServer) -> None:
-    """One token after the last id of the vocabulary: shows that it is in the server's, and that the answer
-    says what training needs.
-    """
-    vocab_size = dialect.features.vocab_size
-    with setup_errors(
-        "start vLLM 0.32 or later with --enable-scale-out, and with the trainer's model: asked was token"
-        f" {vocab_size - 1}, the last of its vocabulary of {vocab_size}, of the same model"
-    ):
-        await dialect.ask_first(vocab_size - 1)

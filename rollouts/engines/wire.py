@@ -33,7 +33,7 @@ from rollouts.models.directories import list_tensors
 from rollouts.processes.nurseries import run_all
 from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray
 
-RecordT = TypeVar("RecordT")
+T = TypeVar("T")
 SHOWN_BYTES = 200  # of an answer, in an error message
 UNKNOWN_VERSION = -1  # weights that were never named
 LOWEST_LOG_PROB = -9000.0  # no token is that unlikely; vLLM writes −9999 for NaN, −infinity and none
@@ -55,7 +55,7 @@ class ServedModel(msgspec.Struct):
     id: str
 
 
-def decode_reply(body: bytes, kind: type[RecordT], *, where: str, field: str = "") -> RecordT:
+def decode_reply(body: bytes, kind: type[T], *, where: str, field: str = "") -> T:
     """The record in a JSON body, or in one field of its object. Raises ReplyError naming `where`, the rule
     that was broken and the beginning of the body; not of a server's settings, among which are its keys.
     """
@@ -167,7 +167,6 @@ def show(body: bytes) -> str:
 START_S = 600.0  # for a server to be ready, and for its first answer, for which it may have to compile
 REPEAT_S = 1.0  # before a control call is sent for the third time
 HEALTH_S = 10.0  # for the answer to whether a server is well; less where silence_s is
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(eq=False)
@@ -192,7 +191,7 @@ class Server:
         check_status(reply, where=f"{self.name}: {method} {path}")
         return reply.content
 
-    async def read(self, path: str, kind: type[ResultT], field: str = "") -> ResultT:
+    async def read(self, path: str, kind: type[T], field: str = "") -> T:
         """The record in the answer to GET `path`, or in one field of it. Like every call that only reads, it
         is repeated as `control` says. Raises as call, and ReplyError.
         """
@@ -239,7 +238,7 @@ class Server:
         return True
 
 
-async def _repeat(ask: Callable[[], Awaitable[ResultT]]) -> ResultT:
+async def _repeat(ask: Callable[[], Awaitable[T]]) -> T:
     """What `ask()` returns, asked up to three times. Raises what the last one raises, and EngineSilent and
     what is no InfrastructureError at once.
     """
@@ -254,17 +253,17 @@ async def _repeat(ask: Callable[[], Awaitable[ResultT]]) -> ResultT:
 
 
 async def ask_watched(
-    ask: Callable[[], Awaitable[ResultT]],
+    ask: Callable[[], Awaitable[T]],
     works: Callable[[], Awaitable[bool]],
     *,
     silence_s: float,
     where: str,
     way_out: str = "",
-) -> ResultT:
+) -> T:
     """What `ask()` returns. Every `silence_s` a task beside it asks whether the server `works()`; if not,
     `ask()` is cancelled. Raises what both raise, and EngineSilent.
     """
-    answers: list[ResultT] = []
+    answers: list[T] = []
 
     async def wait_answer() -> None:
         answers.append(await ask())

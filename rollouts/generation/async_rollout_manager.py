@@ -218,7 +218,7 @@ class AsyncRolloutManager:
             "held": len(ledger.held),
             "held/finished": finished,
             "held/unfinished": len(ledger.held) - finished,
-            "in_flight": 0 if collector is None else collector.num_open,
+            "in_flight": 0 if collector is None else len(collector.open_groups()),
             "samples/generating": 0 if collector is None else collector.generating,
             **{f"dropped/{name.removeprefix(FILTERED)}": n for name, n in sorted(ledger.dropped.items())},
             **{f"failed/{name}": n for name, n in sorted(ledger.failed.items())},
@@ -227,7 +227,7 @@ class AsyncRolloutManager:
 
     def check_ledger(self) -> None:
         """Asserts that every prompt drawn is in exactly one place."""
-        self._ledger.check(0 if self._collector is None else self._collector.num_open)
+        self._ledger.check(0 if self._collector is None else len(self._collector.open_groups()))
 
     def snapshot(self) -> Callable[[], dict[str, JSONValue]]:
         """Makes the state of this moment, as JSON for load_state_dict, when it is called. Costs references to

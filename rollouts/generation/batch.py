@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ def compute_batch_metrics(
     outranked: Sequence[Group],
     decided: Sequence[Group],
     drawn: int,
-    dropped: Mapping[str, int],
+    dropped: Counter[str],
 ) -> dict[str, Metric]:
     """What the groups of a batch look like and what they cost; `decided` are those that this call closed, in
     or out of the batch.
@@ -50,9 +50,7 @@ def compute_batch_metrics(
     for sample in samples:
         for name, value in sample.rewards.items():
             parts.setdefault(metric_segment(name), []).append(value)
-    drops: Counter[str] = Counter()
-    for reason, count in dropped.items():
-        drops[metric_segment(reason.removeprefix(FILTERED))] += count
+    drops = Counter(metric_segment(reason.removeprefix(FILTERED)) for reason in dropped.elements())
     return {
         "groups/drawn": Total(drawn),
         "groups/kept": Total(len(groups)),
@@ -78,31 +76,29 @@ def compute_trajectory_metrics(trajectories: Sequence[Sequence[Sample]]) -> dict
     """Of trajectories with environments or tools: turns, segments, how they ended, and what became of tool
     calls. Empty where there are none.
     """
-    records = [
-        (len(one), one[-1].metadata[TRAJECTORY]) for one in trajectories if TRAJECTORY in one[-1].metadata
-    ]
-    if not records:
+    played = [one for one in trajectories if TRAJECTORY in one[-1].metadata]
+    if not played:
         return {}
-    played = [record for _, record in records]
-    turns = [len(record["turns"]) for record in played]
-    ends = Counter(str(record["end"]) for record in played)
+    records = [one[-1].metadata[TRAJECTORY] for one in played]
+    turns = [len(record["turns"]) for record in records]
+    ends = Counter(str(record["end"]) for record in records)
     # the name of a tool that there is not is the model's invention
     calls = Counter(
         "unknown" if call["outcome"] == "unknown" else f"{metric_segment(call['name'])}/{call['outcome']}"
-        for record in played
+        for record in records
         for turn in record["turns"]
         for call in turn.get("calls", ())
     )
     return {
         "trajectories/turns/mean": _mean(turns),
         "trajectories/turns/max": Max(max(turns)),
-        "trajectories/segments/mean": _mean(segments for segments, _ in records),
+        "trajectories/segments/mean": _mean(map(len, played)),
         "perf/waiting_frac": Mean(
-            float(sum(record["time/tools"] for record in played)),
-            float(sum(record["time/all"] for record in played)),
+            float(sum(record["time/tools"] for record in records)),
+            float(sum(record["time/all"] for record in records)),
         ),
-        "trajectories/restarts": Total(sum(record["restarts"] for record in played)),
-        "trajectories/resumed": Total(sum(record["resumed"] for record in played)),
+        "trajectories/restarts": Total(sum(record["restarts"] for record in records)),
+        "trajectories/resumed": Total(sum(record["resumed"] for record in records)),
         **{f"trajectories/ended/{end}": Total(count) for end, count in sorted(ends.items())},
         **{f"tools/{name}": Total(count) for name, count in sorted(calls.items())},
     }

@@ -181,8 +181,7 @@ class Collector:
                     await self._plan.engine.abort_all()
             while self.generating and self.failure is None:
                 await self._changed.park()
-        if self.failure is None:
-            self._scope.cancel()
+        self._scope.cancel()
         await self._ended.wait()
         for index in sorted(self._closed):
             if self._closed[index].error is None:  # what stops a call is left to the next one
@@ -209,7 +208,7 @@ class Collector:
 
     async def _work(self, nursery: trio.Nursery) -> None:
         self._take_held()
-        self._launch(nursery, list(self._undecided.values()))
+        self._launch(nursery, self._undecided.values())
         while self._pace is not None or not self._is_full():
             if self._is_full() and not self._goes_on:
                 self._is_stopping = True
@@ -223,9 +222,9 @@ class Collector:
                 if not self._decide(ready) and self._pace is None:
                     self._launch_more(nursery)
 
-    def _launch(self, nursery: trio.Nursery, groups: Sequence[Group]) -> None:
+    def _launch(self, nursery: trio.Nursery, groups: Iterable[Group]) -> None:
         for group in groups:
-            self.generating += group.num_to_generate
+            self.generating += sum(not member.segments for member in group.members)
             nursery.start_soon(self._run, group)
 
     async def _run(self, group: Group) -> None:
@@ -398,11 +397,7 @@ class Collector:
             self._drop(outranked, OUTRANKED, returned=False)
             self.put_back(SURPLUS)
         ledger.last_metrics = compute_batch_metrics(
-            groups,
-            outranked=outranked,
-            decided=self._decided,
-            drawn=self._drawn,
-            dropped=self._dropped,
+            groups, outranked=outranked, decided=self._decided, drawn=self._drawn, dropped=self._dropped
         )
         if self._config.replay:
             ledger.replay += groups
@@ -450,10 +445,6 @@ class Collector:
                 self._pace.finish(index, oldest=oldest)
         self._data_buffer.return_prompts([group.prompt for group in returned])
 
-    @property
-    def num_open(self) -> int:
-        return len(self.open_groups())
-
     def open_groups(self) -> list[Group]:
         """All groups that are neither trained nor dropped, in launch order."""
         groups = self._kept | self._failed_groups | self._undecided
@@ -473,7 +464,8 @@ class Collector:
                 fresh = group.decision.keep and not self._is_stale(group.oldest_version)
                 return group.index in self._kept or fresh
             goes_on = group.error is None or isinstance(group.error, EngineError)
-            return goes_on and (self._is_stopping or group.has_begun)
+            has_begun = any(member.segments or member.partial is not None for member in group.members)
+            return goes_on and (self._is_stopping or has_begun)
 
         return {group.index: group.copy() for group in self.open_groups() if is_held(group)}
 

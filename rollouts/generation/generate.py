@@ -17,7 +17,6 @@ from rollouts.protocols import GenerateFn, InferenceEngine
 from rollouts.types import (
     EMPTY,
     Completion,
-    FinishReason,
     GenerateRequest,
     IntArray,
     Sample,
@@ -25,7 +24,7 @@ from rollouts.types import (
     Status,
 )
 
-STATUS_OF: dict[FinishReason, Status] = {
+STATUS_OF = {
     "stop": Status.COMPLETED,
     "length": Status.TRUNCATED,
     "abort": Status.ABORTED,

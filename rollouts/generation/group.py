@@ -48,13 +48,7 @@ from rollouts.generation.generate import compute_request_seed
 from rollouts.generation.samples import check_enough, make_samples
 from rollouts.metrics.spans import REWARDS, Answered, SpanRecorder, listing_answers
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RankerFn, RewardFn
-from rollouts.rewards.call import (
-    call_filter,
-    call_generate,
-    call_group_reward,
-    call_ranker,
-    call_reward,
-)
+from rollouts.rewards.call import call_filter, call_generate, call_group_reward, call_ranker, call_reward
 from rollouts.rewards.check import (
     apply_reward,
     check_metadata,
@@ -154,15 +148,6 @@ class Group:
         if self.decision is None or _check_left(self.members).keep:
             return None
         return Counter(failure_class_of(sample) for sample in self.failed).most_common(1)[0][0]
-
-    @property
-    def num_to_generate(self) -> int:
-        """Members that have no finished answer yet."""
-        return sum(not member.segments for member in self.members)
-
-    @property
-    def has_begun(self) -> bool:
-        return any(member.segments or member.partial is not None for member in self.members)
 
     @property
     def oldest_version(self) -> int | None:

@@ -38,8 +38,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """The deadlines of all open groups while one batch is made. Every operation takes at most
-    O(max_staleness) steps, choose() O(n log n).
+    """The deadlines of all open groups while one batch is made. is_full() takes O(n) steps, choose()
+    O(n log n).
     """
 
     num_prompts: int  # P
@@ -50,8 +50,6 @@ class Pace:
     waits_for_engines: bool = False
     deadlines: dict[int, int] = field(default_factory=dict)  # of open groups, by group index
     finished: dict[int, int] = field(default_factory=dict)  # the same, of those of them that have finished
-    _open_by: Counter[int] = field(default_factory=Counter)  # open groups by deadline
-    _finished_by: Counter[int] = field(default_factory=Counter)
 
     @property
     def room(self) -> int:
@@ -66,32 +64,29 @@ class Pace:
     def open(self, group_index: int, *, oldest: int | None = None) -> None:
         """Counts a group that runs; `oldest` is the oldest version of its tokens, None if there are none."""
         assert group_index not in self.deadlines, f"group {group_index} is open already"
-        deadline = (self.engine_version if oldest is None else oldest) + self.max_staleness
-        self.deadlines[group_index] = deadline
-        self._open_by[deadline] += 1
+        oldest = self.engine_version if oldest is None else oldest
+        self.deadlines[group_index] = oldest + self.max_staleness
 
     def finish(self, group_index: int, *, oldest: int | None) -> None:
         """An open group can be delivered."""
         self.close(group_index)
         self.open(group_index, oldest=oldest)
-        deadline = self.finished[group_index] = self.deadlines[group_index]
-        self._finished_by[deadline] += 1
+        self.finished[group_index] = self.deadlines[group_index]
 
     def close(self, group_index: int) -> None:
         """A group has left: trained or dropped."""
-        deadline = self.deadlines.pop(group_index)
-        self._open_by[deadline] -= 1
-        if self.finished.pop(group_index, None) is not None:
-            self._finished_by[deadline] -= 1
+        del self.deadlines[group_index]
+        self.finished.pop(group_index, None)
 
     def is_full(self) -> bool:
         """Whether P groups can be delivered now so that what stays open can be consumed in time."""
         if len(self.finished) < self.num_prompts:
             return False
-        open_, finished = 0, 0
-        for deadline in sorted(self._open_by):
-            open_ += self._open_by[deadline]
-            finished += self._finished_by[deadline]
+        finished_by = Counter(self.finished.values())
+        open_ = finished = 0
+        for deadline, count in sorted(Counter(self.deadlines.values()).items()):
+            open_ += count
+            finished += finished_by[deadline]
             needed = open_ - self.num_prompts * max(0, deadline - self.policy_version)
             # more than P are needed only if the trainer has skipped versions
             if finished < min(needed, self.num_prompts):
@@ -100,5 +95,5 @@ class Pace:
 
     def choose(self) -> list[int]:
         """The groups of the batch, by group index."""
-        by_deadline = sorted((deadline, group_index) for group_index, deadline in self.finished.items())
-        return sorted(group_index for _, group_index in by_deadline[: self.num_prompts])
+        by_deadline = sorted(sorted(self.finished), key=self.finished.__getitem__)
+        return sorted(by_deadline[: self.num_prompts])

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from rollouts.data.chat import NO_PARAMS, TemplateParams
 from rollouts.data.data_buffer import PromptRow
@@ -67,10 +67,10 @@ __all__ = [
 
 GenerateBatchFn = Callable[[list[Sample]], Sequence[Sample]]
 ScoreFn = Callable[[Sample], RewardValue]
+SyncFilter = Callable[[SampleGroup], bool | FilterDecision]
 SampleTransform = Callable[[list[Sample]], Sequence[Sample]]
 CompleteFn = Callable[[list[GenerateRequest]], Sequence[Completion]]
 FINISHED = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
-ResultT = TypeVar("ResultT")
 
 
 def generate_rollout_batches(
@@ -80,7 +80,7 @@ def generate_rollout_batches(
     num_prompts: int,
     samples_per_prompt: int,
     reward_fn: ScoreFn | None = None,
-    filter_fn: Callable[[SampleGroup], bool | FilterDecision] | None = None,
+    filter_fn: SyncFilter | None = None,
     transforms: Sequence[SampleTransform] = (),
     temperature: float = 1.0,
     max_attempts: int = 20,
@@ -136,7 +136,7 @@ def generate_rollout_batches(
 def _run_round(
     generate_fn: GenerateBatchFn,
     reward_fn: ScoreFn | None,
-    filter_fn: Callable[[SampleGroup], bool | FilterDecision] | None,
+    filter_fn: SyncFilter | None,
     transforms: Sequence[SampleTransform],
     samples_per_prompt: int,
     prompts: Sequence[PromptRow],
@@ -149,7 +149,11 @@ def _run_round(
         for sample in make_samples(index, prompt, samples_per_prompt)
     ]
     samples = _without_failed(generate_samples(generate_fn, pending))
-    samples = [_score(reward_fn, sample) for sample in samples]
+    if reward_fn is not None:
+        samples = [score_sample(reward_fn, sample) for sample in samples]
+    for sample in samples:
+        if sample.reward is None:
+            raise ConfigError(f"sample {sample.id} has no reward: pass reward_fn, or let generate_fn set it")
     samples = _without_failed(apply_sample_transforms(samples, transforms))
     for index, prompt in enumerate(prompts, first):
         left = tuple(sample for sample in samples if sample.group_index == index)
@@ -301,14 +305,6 @@ def _without_failed(samples: Iterable[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.status is not Status.FAILED]
 
 
-def _score(reward_fn: ScoreFn | None, sample: Sample) -> Sample:
-    if reward_fn is not None:
-        return score_sample(reward_fn, sample)
-    if sample.reward is None:
-        raise ConfigError(f"sample {sample.id} has no reward: pass reward_fn, or let generate_fn set it")
-    return sample
-
-
 def _check_samples(answer: object, where: str) -> list[Sample]:
     """A user's answer as samples of different ids, each of them finished."""
     if not isinstance(answer, Sequence) or not all(isinstance(sample, Sample) for sample in answer):
@@ -325,7 +321,7 @@ def _check_samples(answer: object, where: str) -> list[Sample]:
     return list(answer)
 
 
-def _call(function: Callable[[Any], ResultT], argument: object, *, where: str) -> ResultT:
+def _call(function: Callable[[Any], object], argument: object, *, where: str) -> object:
     try:
         return function(argument)
     except Exception as error:

@@ -2,9 +2,10 @@
 batch. Loads neither trio nor torch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from rollouts.data.data_buffer import PromptRow
@@ -40,19 +41,13 @@ def make_samples(group_index: int, prompt: PromptRow, count: int) -> list[Sample
     return [
         Sample(
             id=f"g{group_index:08d}-s{index:03d}",
-            prompt=_copy(prompt.row["prompt"]),
+            # copies: its siblings and later epochs do not see what a function changes in a sample
+            prompt=msgspec.to_builtins(prompt.row["prompt"]),
             group_index=group_index,
-            metadata={**_copy(rest), **own},
+            metadata={**msgspec.to_builtins(rest), **own},
         )
         for index in range(count)
     ]
-
-
-def _copy(value: Any) -> Any:
-    """A copy of JSON values: its siblings and later epochs do not see what a function changes in a sample."""
-    if isinstance(value, Mapping):
-        return {key: _copy(inner) for key, inner in value.items()}
-    return [_copy(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def check_enough(left: int, size: int) -> FilterDecision:

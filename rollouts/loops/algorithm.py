@@ -16,7 +16,7 @@ from rollouts.config.schema import REFERENCE_FREE, AlgorithmChange, RLTrainingCo
 from rollouts.errors import CheckpointError, ConfigError, PlugInError, find_by_name
 from rollouts.kl_control import KL_CONTROLS, KLControl, exceeds_kl_limit
 from rollouts.loops.rl_batch import find_trajectories, make_loss_spec
-from rollouts.schedules import choose_at_step, interpolate_linear
+from rollouts.schedules import interpolate_linear
 from rollouts.types import ForwardBackwardResult, LossSpec, RolloutBatch, metric_values
 
 
@@ -86,15 +86,13 @@ def count_updates(config: RLTrainingConfig) -> int:
 
 def choose_algorithm(config: RLTrainingConfig, step: int, state: LoopState) -> Algorithm:
     """What holds in `step`, counted from 1."""
-    begins = (1, *(change.from_step for change in config.changes))
-    change, piece = choose_at_step(dict(zip(begins, enumerate(list_algorithms(config)), strict=True)), step)
     begun = [change for change in config.changes if change.from_step <= step]
     named = [change for change in begun if "kl_coef" in change.model_fields_set]
     kl_coef = state.kl_coef  # the controller's, unless a change names another to go on from at this very step
     if config.kl_control == "fixed" or (named and named[-1].from_step == step):
         kl_coef = schedule_kl_coef(config.kl_coef, named, step)
-    settings = piece.model_copy(update={"kl_coef": kl_coef})
-    return Algorithm(change, settings, make_loss_spec(settings))
+    settings = list_algorithms(config)[len(begun)].model_copy(update={"kl_coef": kl_coef})
+    return Algorithm(len(begun), settings, make_loss_spec(settings))
 
 
 def schedule_kl_coef(first: float, named: Sequence[AlgorithmChange], step: int) -> float:
@@ -153,35 +151,32 @@ def find_advantages(config: RLTrainingConfig, given: Mapping[str, AdvantageFn]) 
     has.
     """
     functions = {**ADVANTAGES, **given}
-    for name in (settings.advantage for settings in list_algorithms(config)):
-        if name not in functions:
+    for settings in list_algorithms(config):
+        if settings.advantage not in functions:
             raise ConfigError(
-                f"rl.advantage={name!r} is not one of {', '.join(ADVANTAGES)}; pass a function of your own in"
-                " advantages="
+                f"rl.advantage={settings.advantage!r} is not one of {', '.join(ADVANTAGES)}; pass a function"
+                " of your own in advantages="
             )
     return functions
 
 
-def make_kl_stop(config: RLTrainingConfig) -> Callable[[ForwardBackwardResult], bool] | None:
-    """A function that is True if rl.kl_stop ends the updates on the batch after this one; None without it.
+def reaches_kl_stop(config: RLTrainingConfig, forward: ForwardBackwardResult) -> bool:
+    """Whether rl.kl_stop ends the updates on the batch after this one; never without it.
 
     An update whose loss was not finite, or all of whose rows were left out, measured nothing: the next one is
-    made. It raises ConfigError for a loss that does not measure approx_kl/mean.
+    made. Raises ConfigError for a loss that does not measure approx_kl/mean.
     """
-
-    def exceeds(forward: ForwardBackwardResult) -> bool:
-        metrics = metric_values(forward.metrics)
-        kl = metrics.get("approx_kl/mean")
-        if forward.skipped is not None or (kl is None and "advantage/skipped_rows" in metrics):
-            return False
-        if kl is None:
-            raise ConfigError(
-                f"rl.kl_stop={config.kl_stop} with rl.loss={config.loss!r}, which does not measure"
-                " approx_kl/mean; set rl.kl_stop = 0"
-            )
-        return exceeds_kl_limit(kl, limit=config.kl_stop)
-
-    return exceeds if config.kl_stop else None
+    metrics = metric_values(forward.metrics)
+    kl = metrics.get("approx_kl/mean")
+    measured_nothing = forward.skipped is not None or (kl is None and "advantage/skipped_rows" in metrics)
+    if not config.kl_stop or measured_nothing:
+        return False
+    if kl is None:
+        raise ConfigError(
+            f"rl.kl_stop={config.kl_stop} with rl.loss={config.loss!r}, which does not measure"
+            " approx_kl/mean; set rl.kl_stop = 0"
+        )
+    return exceeds_kl_limit(kl, limit=config.kl_stop)
 
 
 def describe_algorithm(algorithm: Algorithm) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -166,7 +165,7 @@ async def score_samples(
         assert reference is not None
         sums = sum_rows(await reference.score(batch)).reshape(-1, count)
         for place, values in zip(chunk, sums.tolist(), strict=True):
-            found[place] = replace(found[place], ref_log_probs=tuple(values))
+            found[place] = found[place]._replace(ref_log_probs=tuple(values))
     return found
 
 

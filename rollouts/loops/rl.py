@@ -45,7 +45,7 @@ from rollouts.loops.algorithm import (
     count_updates,
     find_advantages,
     make_kl_control,
-    make_kl_stop,
+    reaches_kl_stop,
     update_loop_state,
 )
 from rollouts.loops.rl_batch import (
@@ -67,11 +67,12 @@ from rollouts.loops.updates import (
     train,
     work_metrics,
 )
-from rollouts.loops.weight_push import BatchSource, WeightPush, open_weight_push
+from rollouts.loops.weight_push import BatchSource, WeightPush
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import PhaseTimer
+from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, SyncWeights, TrainingBackend
-from rollouts.types import LossSpec, Max, RolloutBatch, Sample, Total, metric_values
+from rollouts.types import LossSpec, Max, RolloutBatch, Total, metric_values
 
 if TYPE_CHECKING:
     from rollouts.data.data_buffer import DataBuffer
@@ -110,8 +111,9 @@ async def run_rl_training(
     async with (
         surround_steps(hooks, config, backend, critic, completed=completed_steps) as steps,
         rollout_manager.generating(),
-        open_weight_push(sync, rollout_manager, config, hooks.stop) as push,
+        open_plain_nursery() as nursery,
     ):
+        push = WeightPush(nursery, sync, rollout_manager, config, hooks.stop)
         for step in range(completed_steps + 1, config.steps + 1):
             timer, algorithm = PhaseTimer(), choose_algorithm(config, step, state)
             with timer.phase("generate"):
@@ -166,7 +168,7 @@ async def generate_and_log(
     """The next batch. Its samples and those that failed are on disk before anything is done with it, also
     when the failures stop the run. Raises StalenessError for a batch that is too old.
     """
-    failed: Sequence[Sample] = ()
+    failed = ()
     try:
         with push.guarding():
             try:
@@ -201,8 +203,8 @@ async def train_policy(
     """
     if pairs is not None:
         return await pairs(backend, updates, version=version)
-    ends_after, limit = make_kl_stop(config), config.kl_limit
-    if not (ends_after or limit):
+    limit = config.kl_limit
+    if not (config.kl_stop or limit):
         return updates, await train(backend, updates, version=version)
     results: list[UpdateResult] = []
     before = (batch.old_log_probs or await backend.forward(batch)) if limit else ()
@@ -220,7 +222,7 @@ async def train_policy(
                 optim = replace(optim, skipped=why)
             forward = replace(forward, metrics={**forward.metrics, **measured, "optim/undone": Total(undone)})
         results.append((forward, optim))
-        if undone or (ends_after and ends_after(forward)):
+        if undone or reaches_kl_stop(config, forward):
             break
     await train(backend, (), version=version)
     return updates, results
@@ -256,7 +258,11 @@ def training_metrics(
     """What the step trained with, the backends' metrics of the last pass over the batch, and how old the
     batch was. The KL coefficient is there where the reference was asked.
     """
-    lags, metrics = compute_lags(batch, step - 1), critic_metrics(critic_results, config.minibatches)
+    lags = compute_lags(batch, step - 1)
+    critic = last_pass_metrics(critic_results, config.minibatches) if critic_results else {}
+    metrics = {
+        name if name.startswith(OWN_NAMES) else f"critic/{name}": value for name, value in critic.items()
+    }
     trajectories = find_trajectories(batch)
     oldest = np.zeros(trajectories.max() + 1, lags.dtype)
     np.maximum.at(oldest, trajectories, lags)  # none is below 0
@@ -298,7 +304,8 @@ def throughput(
 
 
 VALUE_CLIP = 0.2  # updates of a step that move a value further gain nothing by it, in the reward's unit
-# of metrics that only a critic has; the others get the prefix "critic/"
+# of metrics that only a critic has; the others get the prefix "critic/". value/explained_variance is of the
+# values before each part's update
 OWN_NAMES = ("value/", "return/", "loss/value")
 
 
@@ -310,13 +317,3 @@ async def train_critic(critic: TrainingBackend | None, updates: Sequence[Update]
         return []
     loss = LossSpec("value", {"clip": VALUE_CLIP})  # a mean over the trained tokens of an update's rows
     return await train(critic, [(batch, loss) for batch, _ in updates])
-
-
-def critic_metrics(results: Sequence[UpdateResult], minibatches: int) -> dict[str, float]:
-    """The critic's metrics of the last pass over the batch; empty without a critic. value/explained_variance
-    is of the values before each part's update.
-    """
-    metrics = last_pass_metrics(results, minibatches) if results else {}
-    return {
-        name if name.startswith(OWN_NAMES) else f"critic/{name}": value for name, value in metrics.items()
-    }

@@ -178,9 +178,7 @@ def add_advantages(
         advantages = np.zeros(len(batch), np.float32)
         if batch.rewards is not None:
             advantages = compute_advantages(
-                make_advantage_inputs(batch, config),
-                functions[config.advantage],
-                **config.advantage_params,
+                make_advantage_inputs(batch, config), functions[config.advantage], **config.advantage_params
             )
         if isinstance(advantages, GAEResult):
             advantages, returns = advantages
@@ -241,9 +239,10 @@ def compute_taught(batch: RolloutBatch, config: DistillationConfig) -> tuple[Flo
     """
     log_probs, teacher = batch.old_log_probs or batch.rollout_log_probs, batch.teacher_log_probs
     assert log_probs is not None and teacher is not None
-    options = {"coef": config.coef, "clip": config.clip or None}
     try:
-        advantages = compute_distillation_advantages(teacher, log_probs, batch.loss_masks, **options)
+        advantages = compute_distillation_advantages(
+            teacher, log_probs, batch.loss_masks, coef=config.coef, clip=config.clip or None
+        )
     except ValueError as error:
         raise ModelError(
             f"rl.distillation.teacher={config.teacher!r}: {error}; a teacher that rules a token out needs"
@@ -267,7 +266,11 @@ def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> Adva
         log_probs = reference = [np.zeros(len(mask)) for mask in masks]
     assert reference is not None
     token_rewards = compute_token_rewards(
-        *(rewards, log_probs, reference, masks, beta),
+        rewards,
+        log_probs,
+        reference,
+        masks,
+        beta,
         trajectories=trajectories,
         turn_rewards=batch.turn_rewards,
     )

@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import trio
@@ -44,23 +44,18 @@ if TYPE_CHECKING:
 # --- batches of a dataset -----------------------------------------------------------------------------------
 
 
-P = ParamSpec("P")
 T = TypeVar("T")
 AsyncRowLoss = Callable[..., Awaitable["LinearisedRows"]]
 """A RowLoss of rollouts.losses.row_losses, run where torch may run; see `on_thread`."""
 
 
 def on_thread(
-    submit: Callable[[Callable[[], T]], Awaitable[T]], function: Callable[P, T]
-) -> Callable[P, Awaitable[T]]:
+    submit: Callable[[Callable[[], T]], Awaitable[T]], function: Callable[..., T]
+) -> Callable[..., Awaitable[T]]:
     """`function`, run by `submit`: `on_thread(backend.device_thread.submit, make_pair_loss("dpo", {}))` is
     what a loop takes as its loss.
     """
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
-        return submit(lambda: function(*args, **kwargs))
-
-    return call
+    return lambda *args, **kwargs: submit(lambda: function(*args, **kwargs))
 
 
 class PreparedStep(NamedTuple):

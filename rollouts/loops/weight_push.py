@@ -5,10 +5,8 @@ loop ──► send(step) ─► update ─► released: the trainer may change 
                           └────► fails: what is guarded is cancelled; the next guarding() or wait() raises it
 """
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +14,6 @@ import trio
 
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.loops.stopping import Stop
-from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.types import Metric, RolloutBatch, Sample
 
 
@@ -32,34 +29,21 @@ class BatchSource(Protocol):
     def failed_samples(self) -> Sequence[Sample]: ...
 
 
-@asynccontextmanager
-async def open_weight_push(
-    sync: Callable[..., Awaitable[Mapping[str, float]]],
-    rollout_manager: BatchSource,
-    config: RLTrainingConfig,
-    stop: Stop,
-) -> AsyncIterator[WeightPush]:
-    """Updates of the engines by `sync`, a SyncWeights with its backend and engines. They go on beside
-    training where generation does; otherwise send() waits for their end. An update in flight is cancelled
-    when the block is left.
-    """
-    async with open_plain_nursery() as nursery:
-        yield WeightPush(nursery, sync, rollout_manager, config, stop)
-
-
 @dataclass(slots=True, eq=False)
 class WeightPush:
-    """Made by open_weight_push."""
+    """Updates of the engines. They go on beside training where generation does; otherwise send() waits for
+    their end.
+    """
 
-    nursery: trio.Nursery
-    sync: Callable[..., Awaitable[Mapping[str, float]]]
+    nursery: trio.Nursery  # of an update in flight: a plain one, which cancels it when its block is left
+    sync: Callable[..., Awaitable[Mapping[str, float]]]  # a SyncWeights with its backend and engines
     rollout_manager: BatchSource
     config: RLTrainingConfig
     stop: Stop
     _ended: trio.Event | None = None  # of the update in flight
     _guarded: trio.CancelScope = field(default_factory=trio.CancelScope)
     _failure: Exception | None = None
-    _metrics: dict[str, float] = field(default_factory=dict[str, float])
+    _metrics: dict[str, float] = field(default_factory=dict)
 
     async def send(self, step: int) -> None:
         """Returns when the trainer may go on; after the last step when the update has ended. Does nothing

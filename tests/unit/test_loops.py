@@ -18,7 +18,8 @@ from rollouts.loops.rl import run_rl_training
 from rollouts.loops.sft import run_sft_training
 from rollouts.loops.steps import EncodeState, StepHooks
 from rollouts.loops.stopping import Stop, end_overdue
-from rollouts.loops.weight_push import open_weight_push
+from rollouts.loops.weight_push import WeightPush
+from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply, open_fake_backend
 from rollouts.types import GenerateRequest, Sample
 from tests.support.text_tables import cases
@@ -360,7 +361,8 @@ class Updates:
 
 async def test_an_update_goes_on_beside_training_and_the_next_one_waits_for_it(autojump_clock):
     updates = Updates()
-    async with open_weight_push(updates, updates, rl_config(steps=9), Stop()) as push:
+    async with open_plain_nursery() as nursery:
+        push = WeightPush(nursery, updates, updates, rl_config(steps=9), Stop())
         for version, ends_s, metrics in ((1, 1, []), (2, 11, [1]), (9, 30, [2, 9])):  # the last is waited for
             await push.send(version)
             assert trio.current_time() == ends_s
@@ -371,7 +373,8 @@ async def test_an_update_goes_on_beside_training_and_the_next_one_waits_for_it(a
 
 async def test_a_failure_cancels_what_is_guarded_and_is_raised_once_by_whoever_asks_next(autojump_clock):
     updates = Updates(v1=FleetDown("nobody serves"), v2=WeightSyncError("late"))
-    async with open_weight_push(updates, updates, rl_config(steps=9), Stop()) as push:
+    async with open_plain_nursery() as nursery:
+        push = WeightPush(nursery, updates, updates, rl_config(steps=9), Stop())
         await push.send(1)
         with pytest.raises(FleetDown, match="nobody serves"), push.guarding():
             await trio.sleep_forever()

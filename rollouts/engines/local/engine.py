@@ -28,7 +28,6 @@ from rollouts.models.decoding.batch import (
     DEFAULT_CONTEXT,
     KEPT_BYTES,
     DecodeBatch,
-    ForwardPath,
     OpenedDecoder,
     Row,
     open_decoder,
@@ -125,7 +124,7 @@ class LocalEngine:
         seed: int,
     ) -> None:
         self.features = features
-        self.path: ForwardPath = opened.path  # how the model is run; see models/decoding
+        self.path = opened.path  # how the model is run; see models/decoding
         self.describe = opened.describe
         kept_bytes = 0 if features.deterministic else KEPT_BYTES  # what is kept changes last bits
         self._batch = DecodeBatch(opened.whole, opened.decoder, kept_bytes=kept_bytes)
@@ -206,7 +205,7 @@ class LocalEngine:
     async def abort_all(self) -> None:
         """Everything in flight or queued ends as it is. Returns when the rows are free."""
         self._check_open()
-        for row in list(self._in_flight.values()):
+        for row in self._in_flight.values():
             self._end_early(row)
         await self._wait_until(self._is_still)
 
