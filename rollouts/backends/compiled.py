@@ -11,9 +11,10 @@ from torch import Tensor
 
 from rollouts.data.packing import make_micro_batches
 from rollouts.errors import ModelError
+from rollouts.losses.logprobs import widen
 from rollouts.models.directories import quiet_transformers
 from rollouts.models.layers import compile_layers
-from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_states, widen
+from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_states
 from rollouts.models.scalar_head import make_probing_directions
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rollouts.losses.inputs import LossOutput, check_numbers, collect_token_metrics, reduce_loss
 from rollouts.losses.kl import sum_kl_terms
+from rollouts.losses.logprobs import widen
 from rollouts.types import LossUnit
 
 DIVERGENCE_TILE = 16 * 2**20  # logits of one model that are held at a time: 64 MiB in float32
@@ -44,8 +45,9 @@ def compute_divergence(
             f"student_logits are {tuple(student_logits.shape)}, teacher_logits {tuple(teacher_logits.shape)};"
             " both must be [N, V] with one vocabulary: cut padded ones to the tokenizer's size"
         )
-    student = _log_softmax(student_logits, temperature)
-    teacher = _log_softmax(teacher_logits.detach(), temperature)
+    student, teacher = (
+        (widen(logits) / temperature).log_softmax(-1) for logits in (student_logits, teacher_logits.detach())
+    )
     if beta == 0:
         return sum_kl_terms(teacher, student)
     if beta == 1:
@@ -150,11 +152,6 @@ def _in_tiles(
         for one, other in zip(first.split(rows), second.split(rows), strict=True)
     ]
     return torch.cat(parts)
-
-
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return (wide / temperature).log_softmax(-1)
 
 
 def _log_mix(student: Tensor, teacher: Tensor, beta: float) -> Tensor:

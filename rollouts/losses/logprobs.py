@@ -15,6 +15,11 @@ CPU_ROWS, CPU_CHUNK = 1024, 1024
 DEVICE_ROWS, DEVICE_CHUNK = 8192, 8192
 
 
+def widen(values: Tensor) -> Tensor:
+    """In float32, or in float64 if they are so."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 class LinearLogProbs(NamedTuple):
     """Both [N], float32 (float64 for float64 inputs), in nats."""
 
@@ -54,7 +59,7 @@ class _LinearLogProbs(torch.autograd.Function):
         vocab_chunk: int | None,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        wide = _widen(hidden.dtype)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
         # one tensor each: FSDP cannot wait for the gradient of an output that is a view
         log_sum, entropy, target_logits = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))
         for rows in _split(len(hidden), DEVICE_ROWS if hidden.is_cuda else CPU_ROWS):
@@ -117,7 +122,7 @@ def _compute_tiles(
     A CPU rounds products of half-precision matrices to half precision, so there both are widened first. An
     accelerator multiplies them as they are and keeps float32.
     """
-    wide = _widen(states.dtype)
+    wide = torch.promote_types(states.dtype, torch.float32)
     factors = states if states.is_cuda else states.to(wide)
     for cols in _split(len(weight), vocab_chunk or (DEVICE_CHUNK if states.is_cuda else CPU_CHUNK)):
         chunk = weight[cols].to(factors.dtype)
@@ -127,10 +132,6 @@ def _compute_tiles(
 
 def _multiply(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
     return left @ right if left.dtype == wide else torch.mm(left, right, out_dtype=wide)
-
-
-def _widen(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _split(count: int, size: int) -> list[slice]:

@@ -25,15 +25,11 @@ from torch import Tensor
 
 from rollouts.data.packing import make_micro_batches
 from rollouts.errors import ModelError
+from rollouts.losses.logprobs import widen
 from rollouts.models.directories import describe_error, quiet_transformers
 from rollouts.models.layers import evaluation_mode
 from rollouts.models.limits import find_rotary_limit
-from rollouts.models.log_probs import (
-    ForwardPlan,
-    compute_micro_batch_states,
-    score_states,
-    widen,
-)
+from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_states, score_states
 from rollouts.models.packed_attention import SMALL_TILE
 from rollouts.models.scalar_head import HEAD, has_scalar_head, make_probing_directions
 from rollouts.types import IntArray

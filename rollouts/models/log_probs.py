@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollouts.errors import ModelError
-from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
+from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs, widen
 from rollouts.models.devices import find_device
 from rollouts.models.layers import run_twice
 from rollouts.models.limits import RotaryLimit, find_rotary_limit
@@ -161,11 +161,6 @@ def score_states(
     return linear_logprobs(
         states, head.weight, targets, temperature=scaled, entropy_gradient=entropy_gradient
     )
-
-
-def widen(logits: Tensor) -> Tensor:
-    """In float32, or in float64 if they are so."""
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def score_logits(

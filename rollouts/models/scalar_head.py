@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from rollouts.losses.logprobs import widen
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -37,11 +39,11 @@ def get_scalar_weight(model: torch.nn.Module) -> Tensor:
 
 def project_states(states: Tensor, direction: Tensor) -> Tensor:
     """hidden states [N, H] · direction [H], [N]: in float32, in float64 where states are."""
-    wide = torch.float64 if states.dtype == torch.float64 else torch.float32
     with torch.autocast(states.device.type, enabled=False):
         # no view of something larger: FSDP waits for the gradient of what this gives. A copy: where a weight
         # lies in memory changes the rounding
-        return torch.mv(states.to(wide), direction.to(wide, copy=True))
+        wide = widen(states)
+        return torch.mv(wide, direction.to(wide.dtype, copy=True))
 
 
 def make_probing_directions(states: Tensor) -> Tensor:
