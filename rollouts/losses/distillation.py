@@ -62,10 +62,9 @@ def compute_tiled_divergence(
     *,
     beta: float = 0.5,
     temperature: float = 1.0,
-    tile: int = DIVERGENCE_TILE,
 ) -> Tensor:
-    """`compute_divergence`, at most `tile` logits of each model at a time, forward and backward: beside the
-    two [N, V] only the gradient is whole.
+    """`compute_divergence`, at most DIVERGENCE_TILE logits of each model at a time, forward and backward:
+    beside the two [N, V] only the gradient is whole.
 
     What lies between the logits and the result is computed again for the gradient.
     """
@@ -73,7 +72,7 @@ def compute_tiled_divergence(
         lambda student, teacher: compute_divergence(student, teacher, beta=beta, temperature=temperature),
         student_logits,
         teacher_logits,
-        rows=max(tile // max(student_logits.shape[-1], 1), 1),
+        vocab_size=student_logits.shape[-1],
     )
 
 
@@ -85,14 +84,13 @@ def compute_linear_divergence(
     *,
     beta: float = 0.5,
     temperature: float = 1.0,
-    tile: int = DIVERGENCE_TILE,
 ) -> Tensor:
     """[N] the same from hidden states [N, H], [N, H'] and heads [V, H], [V, H']: neither model's [N, V]
     logits ever exist as a whole.
 
-    At most `tile` logits of each model at a time, computed again for the gradient, which goes to `hidden` and
-    `weight`. Products are in the precision of what is given; the softmax is in float32 (float64 stays).
-    Raises what `compute_divergence` raises.
+    At most DIVERGENCE_TILE logits of each model at a time, computed again for the gradient, which goes to
+    `hidden` and `weight`. Products are in the precision of what is given; the softmax is in float32 (float64
+    stays). Raises what `compute_divergence` raises.
     """
     if len(weight) != len(teacher_weight):
         raise ValueError(
@@ -106,7 +104,7 @@ def compute_linear_divergence(
         ),
         hidden,
         teacher_hidden.detach(),
-        rows=max(tile // max(len(weight), 1), 1),
+        vocab_size=len(weight),
     )
 
 
@@ -118,7 +116,6 @@ def gkd_loss(
     beta: float = 0.5,
     temperature: float = 1.0,
     unit: LossUnit = "tokens",
-    tile: int = DIVERGENCE_TILE,
 ) -> LossOutput:
     """The divergence of `compute_divergence` at every position of mask [B, T], of logits [B, T, V]; summed,
     in the loss's unit.
@@ -137,16 +134,17 @@ def gkd_loss(
     student, teacher = (
         logits.flatten(0, 1).index_select(0, rows) for logits in (student_logits, teacher_logits)
     )
-    values = compute_tiled_divergence(student, teacher, beta=beta, temperature=temperature, tile=tile)
+    values = compute_tiled_divergence(student, teacher, beta=beta, temperature=temperature)
     token_losses = values.new_zeros(mask.shape).masked_scatter(mask, values)
     metrics = collect_token_metrics({"divergence/mean": token_losses}, mask)
     return LossOutput(*reduce_loss(token_losses, mask, unit), metrics)
 
 
 def _in_tiles(
-    function: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor, *, rows: int
+    function: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor, *, vocab_size: int
 ) -> Tensor:
-    """The function's results [n] for `rows` positions at a time, one after the other."""
+    """The function's results [n], for as many positions at a time as have DIVERGENCE_TILE logits."""
+    rows = max(DIVERGENCE_TILE // max(vocab_size, 1), 1)
     parts = [
         cast(Tensor, checkpoint(function, one, other, use_reentrant=False, preserve_rng_state=False))
         for one, other in zip(first.split(rows), second.split(rows), strict=True)

@@ -230,6 +230,12 @@ def collect_token_metrics(values: Mapping[str, Tensor], mask: Tensor) -> dict[st
     return metrics
 
 
+def sum_tokens(losses: Tensor, inputs: LossInputs, unit: str, values: Mapping[str, Tensor]) -> LossOutput:
+    """What reduce_loss makes of the losses of tokens [B, T], and metrics of values [B, T]."""
+    sums = reduce_loss(losses, inputs.mask, unit, inputs.trajectory_tokens)
+    return LossOutput(*sums, collect_token_metrics(values, inputs.mask))
+
+
 def sum_rows(losses: Tensor, values: Mapping[str, Tensor]) -> LossOutput:
     """The sum of the losses of rows or pairs [P], their number, and metrics of values [P]."""
     everywhere = torch.ones_like(losses, dtype=torch.bool)

@@ -33,18 +33,17 @@ def linear_logprobs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    vocab_chunk: int | None = None,
     entropy_gradient: bool = False,
 ) -> LinearLogProbs:
     """log softmax(hidden [N, H] · weightᵀ [H, V] / temperature) at targets [N], and the entropies.
 
-    Memory: one tile of logits (`vocab_chunk` is its width; None: what suits the device) and the gradients.
+    Memory: one tile of logits, of a size that suits the device, and the gradients.
     Half-precision products are accumulated and kept in float32. Gradients go to hidden and weight; the
     weight's is summed in float32 over all positions. With entropy_gradient the entropy has one too,
     dH/dlogit_v = −p_v·(log p_v + H). Positions whose incoming gradients are zero cost nothing backward. Empty
     input gives empty output. Raises: never; targets must lie in [0, V).
     """
-    found: Any = _LinearLogProbs.apply(hidden, weight, targets, temperature, vocab_chunk, entropy_gradient)
+    found: Any = _LinearLogProbs.apply(hidden, weight, targets, temperature, entropy_gradient)
     return LinearLogProbs(*found)
 
 
@@ -56,7 +55,6 @@ class _LinearLogProbs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         temperature: float,
-        vocab_chunk: int | None,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -67,7 +65,7 @@ class _LinearLogProbs(torch.autograd.Function):
             top = states.new_full((len(states),), torch.finfo(wide).min, dtype=wide)
             # z = Σ e^(l − top) and u = Σ e^(l − top)·(l − top), which move along with the largest logit
             z, u = torch.zeros_like(top), torch.zeros_like(top)
-            for _, _, logits in _compute_tiles(states, weight, temperature, vocab_chunk):
+            for _, _, logits in _compute_tiles(states, weight, temperature):
                 higher = torch.maximum(top, logits.amax(-1))
                 exps = logits.sub_(higher[:, None]).exp()
                 moved = top - higher
@@ -78,7 +76,7 @@ class _LinearLogProbs(torch.autograd.Function):
             log_sum[rows], entropy[rows] = top + z.log(), z.log() - u / z
             target_logits[rows] = (states.to(wide) * weight[targets[rows]]).sum(-1) / temperature
         ctx.save_for_backward(hidden, weight, targets, log_sum, entropy)
-        ctx.options = temperature, vocab_chunk, entropy_gradient
+        ctx.options = temperature, entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return target_logits - log_sum, entropy
@@ -86,7 +84,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_sum, entropy = ctx.saved_tensors
-        temperature, vocab_chunk, entropy_gradient = ctx.options
+        temperature, entropy_gradient = ctx.options
         wide = log_sum.dtype
         grad, grad_entropy = (each.to(wide) / temperature for each in (grads[0], grads[1]))
         needed = (grad != 0) | (grad_entropy != 0) if entropy_gradient else grad != 0  # a NaN is not zero
@@ -97,7 +95,7 @@ class _LinearLogProbs(torch.autograd.Function):
             index = alive[rows]
             states, target, gradient = hidden[index], targets[index], grad[index, None]
             grad_states = gradient * weight[target]
-            for cols, chunk, logits in _compute_tiles(states, weight, temperature, vocab_chunk):
+            for cols, chunk, logits in _compute_tiles(states, weight, temperature):
                 log_probs = logits.sub_(log_sum[index, None])
                 if entropy_gradient:
                     probs = log_probs.exp()
@@ -111,11 +109,11 @@ class _LinearLogProbs(torch.autograd.Function):
             grad_hidden[index] = grad_states.to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight.index_add_(0, target, states.to(wide) * gradient)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 4
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 3
 
 
 def _compute_tiles(
-    states: Tensor, weight: Tensor, temperature: float, vocab_chunk: int | None
+    states: Tensor, weight: Tensor, temperature: float
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Columns, rows of the weight and logits [n, chunk] of each tile; the caller may change the logits.
 
@@ -124,7 +122,7 @@ def _compute_tiles(
     """
     wide = torch.promote_types(states.dtype, torch.float32)
     factors = states if states.is_cuda else states.to(wide)
-    for cols in _split(len(weight), vocab_chunk or (DEVICE_CHUNK if states.is_cuda else CPU_CHUNK)):
+    for cols in _split(len(weight), DEVICE_CHUNK if states.is_cuda else CPU_CHUNK):
         chunk = weight[cols].to(factors.dtype)
         logits = _multiply(factors, chunk.T, wide)
         yield cols, chunk, logits if temperature == 1.0 else logits.div_(temperature)

@@ -8,8 +8,7 @@ from rollouts.losses.inputs import (
     LossOutput,
     check_numbers,
     clear_masked,
-    collect_token_metrics,
-    reduce_loss,
+    sum_tokens,
 )
 from rollouts.types import ExplainedVariance, LossUnit
 
@@ -49,9 +48,9 @@ def critic_loss(inputs: LossInputs, *, unit: LossUnit = "tokens", clip: float | 
         means["value/clip_ratio"] = ((values - old).abs() > clip) & (clipped > squares)
         squares = torch.maximum(squares, clipped)
     losses = means["loss/value"] = 0.5 * squares
-    metrics = collect_token_metrics(means, inputs.mask)
-    if metrics:
+    output = sum_tokens(losses, inputs, unit, means)
+    if output.metrics:
         target, missed = (values[inputs.mask].double() for values in (returns, error))
         sums = torch.stack([target, target.square(), missed, missed.square()]).sum(-1).tolist()
-        metrics["value/explained_variance"] = ExplainedVariance(float(len(target)), *sums)
-    return LossOutput(*reduce_loss(losses, inputs.mask, unit, inputs.trajectory_tokens), metrics)
+        output.metrics["value/explained_variance"] = ExplainedVariance(float(len(target)), *sums)
+    return output
