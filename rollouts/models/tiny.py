@@ -48,7 +48,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # family of transformers, its
         },
     ),
 }  # fmt: skip
-TINY_KINDS = tuple(kind for kind in MODELS if kind != "byte")
 
 
 def make_tiny(kind: str, seed: int, cache: Path) -> Path:

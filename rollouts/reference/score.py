@@ -145,10 +145,10 @@ async def open_frozen_reference(
         reference.metrics = compare_log_probs(reference.score_now(probe), exact, probe)
         return reference
 
-    reference: FrozenReference | None = None
+    loading = device_thread.submit(load)
     with trio.CancelScope(shield=True):  # a job that has begun goes on, and its model would have no owner
-        reference = await device_thread.submit(load)
-    assert reference is not None
+        await loading
+    reference = await loading
     if metrics := reference.metrics:
         say(
             f"the reference's {dtype} weights change log-probs by"
