@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from rollouts.errors import BackendError, CheckpointError
-from rollouts.models.devices import find_device
 from rollouts.models.directories import fsync_path
 from rollouts.models.export import Bucket
 from rollouts.models.safetensors_file import write_safetensors
@@ -211,7 +210,7 @@ def hold_state(
     Only the ranks of the first replica keep moments.
     """
     reshard(model)
-    tensors = copy_random_states(find_device(model))
+    tensors = copy_random_states(ranks.device)
     for name, parameter in model.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
             if kind == STEP or ranks.first_replica:
@@ -246,7 +245,7 @@ def read_state(checkpoint: Path, model: PreTrainedModel, ranks: Ranks) -> Loaded
     folder = checkpoint_state_dir(checkpoint)
     files = open_optimizer_files(folder)
     position = read_position(folder / BACKEND_FILE)
-    random_states = read_random_states(files, ranks.rank, find_device(model))
+    random_states = read_random_states(files, ranks.rank, ranks.device)
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     keys = {key for file in files for key in file.shapes if not key.startswith("rng/")}
     states: dict[Tensor, dict[str, Tensor]] = {}

@@ -100,13 +100,12 @@ def prepare_batch(
     """The batch's denominators and packing for so many ranks; `spec` is None for log-probs only. Raises
     BackendError or ModelError for what cannot be computed.
     """
-    denominator, expected_count, skip_rows = 1.0, 0.0, None
+    denominator, expected_count, skip_rows = 1.0, 0.0, np.zeros(len(batch), np.bool_)
     if spec is not None:
-        denominator, expected_count = compute_denominator(batch, spec)
+        denominator = compute_denominator(batch, spec)
         if options.skip_zero_advantage and not needs_every_row(spec):
             skip_rows = find_zero_advantage_rows(batch)
-        if skip_rows is not None:
-            expected_count = count_unit(batch, spec, ~skip_rows)
+        expected_count = count_unit(batch, spec, ~skip_rows)
     check_token_ids(batch, vocab_size)
     layout = plan.choose_layout(max(len(row) for row in batch.tokens))
     micro_batches = make_micro_batches(
@@ -126,14 +125,11 @@ def prepare_batch(
         micro_batch_cost=options.micro_batch_cost,
         attention_cost=options.attention_cost,
     )
-    skipped = 0 if skip_rows is None else int(skip_rows.sum())
-    return PreparedBatch(layout, denominator, expected_count, skipped, portions)
+    return PreparedBatch(layout, denominator, expected_count, int(skip_rows.sum()), portions)
 
 
-def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
-    """What the loss's sum over the whole batch is divided by, and what its counts must add up to. Raises
-    BackendError if nothing trains.
-    """
+def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> float:
+    """What the loss's sum over the whole batch is divided by. Raises BackendError if nothing trains."""
     count = count_unit(batch, spec, np.ones(len(batch), np.bool_))
     if count == 0:
         raise BackendError(
@@ -145,8 +141,8 @@ def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> tuple[float, flo
                 f"LossSpec(unit='constant') has constant={spec.constant}; give the denominator, a number"
                 " above 0"
             )
-        return spec.constant, count
-    return count, count
+        return spec.constant
+    return count
 
 
 def count_unit(batch: RolloutBatch, spec: LossSpec, rows: BoolArray) -> float:
@@ -169,10 +165,10 @@ def needs_every_row(spec: LossSpec) -> bool:
     return not is_ours or any(spec.params.get(name) for name in OTHER_TERMS)
 
 
-def find_zero_advantage_rows(batch: RolloutBatch) -> BoolArray | None:
-    """[B] rows with trained tokens, all of advantage 0; None when the batch has no advantages."""
+def find_zero_advantage_rows(batch: RolloutBatch) -> BoolArray:
+    """[B] rows with trained tokens, all of advantage 0; none when the batch has no advantages."""
     if batch.advantages is None:
-        return None
+        return np.zeros(len(batch), np.bool_)
     rows = zip(batch.advantages, batch.loss_masks, strict=True)
     return np.asarray([mask.any() and not np.any(advantages[mask]) for advantages, mask in rows], np.bool_)
 
