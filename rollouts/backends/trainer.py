@@ -4,7 +4,7 @@ does of a step. Every method is collective; on one rank the collectives do nothi
     rank 0 packs the batch ──scatter──► each rank's share ──► rounds: forward ─► loss, agreed ─► backward
                                                                 └──► gradients, summed and sharded
 
-All ranks call the same method of COMMANDS at the same time, with the same named arguments; the first argument
+All ranks call the same public method at the same time, with the same named arguments; the first argument
 is what only rank 0 has, None elsewhere, and only rank 0 uses results. Three ways to fail: AgreedFailure,
 raised by all ranks alike, which are in step afterwards; any other error, after which the ranks are out of
 step and the job must end; and loss or gradients that are not finite, which all ranks see alike and report.
@@ -164,10 +164,6 @@ def discard_iteration(model: torch.nn.Module) -> None:
 
 
 METRIC_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Metric)}
-COMMANDS = {
-    "reset", "skip_step", "forward_backward", "forward", "optim_step", "stream_weights", "load_weights",
-    "hold", "revert", "save", "capture", "load",
-}  # fmt: skip
 Saved = tuple[Position, Any]
 """Rank 0's position and tokenizer."""
 NOTHING: Saved = Position(0, 0, 0), None

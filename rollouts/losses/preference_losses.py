@@ -85,15 +85,17 @@ def _compute_exo(margin: Tensor, *, beta: float = 0.1, label_smoothing: float = 
     return right + torch.sigmoid(-logits) * (logsigmoid(-logits) - math.log(label_smoothing))
 
 
-def _compute_cpo(
+def _compute_rpo(
     margin: Tensor,
-    good_mean: Tensor,
+    chosen: Tensor,
+    chosen_lengths: Tensor,
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     nll_weight: float = 1.0,
 ) -> WithMetrics:
-    return _smooth(beta * margin, label_smoothing) - nll_weight * good_mean, {"loss/nll": -good_mean}
+    mean = chosen / chosen_lengths
+    return _smooth(beta * margin, label_smoothing) - nll_weight * mean, {"loss/nll": -mean}
 
 
 def _compute_orpo(good_mean: Tensor, bad_mean: Tensor, *, beta: float = 0.1) -> WithMetrics:
@@ -114,11 +116,7 @@ TABLE: dict[str, Formula] = {
     "dpo": lambda margin, *, beta=0.1, label_smoothing=0.0: _smooth(beta * margin, label_smoothing),
     # DPO's loss plus nll_weight times −π_c/|y_c|, which holds up the chosen one; `loss/nll` is the second
     # part. Iterative RPO, 2404.19733; TRL's rpo_alpha is nll_weight
-    "rpo": (
-        lambda margin, chosen, chosen_lengths, *, beta=0.1, label_smoothing=0.0, nll_weight=1.0: _compute_cpo(
-            margin, chosen / chosen_lengths, beta=beta, label_smoothing=label_smoothing, nll_weight=nll_weight
-        )
-    ),
+    "rpo": _compute_rpo,
     # (−(1 − ε)·log σ(βΔ) + ε·log σ(−βΔ)) / (1 − 2ε): unbiased for DPO's loss when a share ε of the labels is
     # flipped; may be negative. 2403.00409
     "robust_dpo": lambda margin, *, beta=0.1, label_smoothing=0.1: (
@@ -150,9 +148,8 @@ TABLE: dict[str, Formula] = {
     "apo_down": lambda good, margin, *, beta=0.1: torch.sigmoid(beta * good) + torch.sigmoid(-beta * margin),
     # −log σ(β·π_c/|y_c| − β·π_r/|y_r| − γ); γ is the margin to win by. 2405.14734
     "simpo": lambda mean_margin, *, beta=2.0, gamma=1.0: -logsigmoid(beta * mean_margin - gamma),
-    # DPO's loss without a reference, of β(π_c − π_r), plus nll_weight times −π_c/|y_c|; `loss/nll` is the
-    # second part. 2401.08417
-    "cpo": _compute_cpo,
+    # RPO's loss without a reference, of β(π_c − π_r). 2401.08417
+    "cpo": _compute_rpo,
     # −p_c − β·log σ(log odds(p_c) − log odds(p_r)), p = π/|y| the mean log-prob, odds = e^p/(1 − e^p):
     # likelihood and odds ratio. β is the paper's λ and may be 0. 1 − e^p is computed without cancellation; a
     # mean log-prob above −1e-6 counts as −1e-6 in the odds, with no gradient there. `loss/nll` is the first

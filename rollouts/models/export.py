@@ -104,11 +104,11 @@ def write_description(
     config.dtype = str(dtype or model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     with quiet_transformers():
-        config.save_pretrained(str(path))
+        config.save_pretrained(path)
         if model.can_generate() and model.generation_config is not None:
-            model.generation_config.save_pretrained(str(path))
+            model.generation_config.save_pretrained(path)
         if tokenizer is not None:
-            tokenizer.save_pretrained(str(path))
+            tokenizer.save_pretrained(path)
 
 
 # --- shards -------------------------------------------------------------------------------------------------

@@ -112,8 +112,8 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
             f"{gguf_file} lacks {lost[0]} (and {len(lost) - 1} more); use the model's safetensors directory"
         )
     with quiet_transformers():
-        model.save_pretrained(str(folder))
-        tokenizer.save_pretrained(str(folder))
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     _drop_added_tokens(folder, vocab_size=model.get_input_embeddings().weight.shape[0])
 
 
