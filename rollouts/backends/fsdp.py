@@ -19,12 +19,7 @@ from typing import Any, Unpack
 import trio
 
 from rollouts.backends.captures import HeldPart
-from rollouts.backends.open import (
-    OPENING,
-    OpenSettings,
-    open_trainer,
-    open_trainer_thread,
-)
+from rollouts.backends.open import OPENING, OpenSettings, open_trainer, open_trainer_thread
 from rollouts.backends.pytorch import RankedTrainingBackend
 from rollouts.backends.trainer import Trainer
 from rollouts.config.load import check_same_config, dump_config

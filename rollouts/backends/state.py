@@ -96,11 +96,7 @@ def gather_bucket(ranks: Ranks, bucket: Bucket, *, to: int = 0) -> Bucket | None
     ]
 
 
-def gather_parts(
-    ranks: Ranks,
-    parts: Sequence[Bucket],
-    take: Callable[[Bucket], object],
-) -> None:
+def gather_parts(ranks: Ranks, parts: Sequence[Bucket], take: Callable[[Bucket], object]) -> None:
     """Hands `take` on each rank the whole tensors of its own part of `parts` [W], bucket by bucket.
     Collective. What `take` raises is raised after the last turn, so that the ranks stay together.
 

@@ -19,12 +19,7 @@ from rollouts.backends.shares import Portion, TokenTrace, deal_portions, make_po
 from rollouts.backends.state import Position
 from rollouts.config.tables import OptimConfig
 from rollouts.data.packing import make_micro_batches
-from rollouts.errors import (
-    BackendError,
-    NonFiniteSteps,
-    RolloutsError,
-    UserFunctionError,
-)
+from rollouts.errors import BackendError, NonFiniteSteps, RolloutsError, UserFunctionError
 from rollouts.losses import LossFn, LossInputs, LossOutput
 from rollouts.models.log_probs import ForwardPlan, Layout, TokenOutputs
 from rollouts.models.optim import compute_lr
@@ -42,26 +37,14 @@ from rollouts.types import (
 
 MAX_NONFINITE_STEPS = 3  # in a row
 CLIP_EPS = 1e-6  # what torch.nn.utils.clip_grads_with_norm_ adds to the norm
-OTHER_TERMS = (
-    "kl_coef",
-    "entropy_coef",
-    "mu_penalty_coef",
-)  # parameters of a loss: of terms without an advantage
+# parameters of a loss: of terms without an advantage
+OTHER_TERMS = ("kl_coef", "entropy_coef", "mu_penalty_coef")
 # In which a token without an advantage has no gradient and changes no other token's. Of a function of the
 # user nobody knows.
 SKIPPING_LOSSES = (
-    "ppo_clip",
-    "importance_sampling",
-    "reinforce",
-    "cispo",
-    "gspo",
-    "gspo_token",
-    "gmpo",
-    "sapo",
-    "dppo",
-    "dppo_kl",
-    "vespo",
-)
+    "ppo_clip", "importance_sampling", "reinforce", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "dppo",
+    "dppo_kl", "vespo",
+)  # fmt: skip
 COUNTS = ("skipped_steps", "trained_tokens", "computed_tokens", "skipped_rows")
 
 
@@ -236,9 +219,8 @@ def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: Lo
         return torch.zeros(shape, dtype=values.dtype, device=device).index_put(place, values)
 
     fields = {name: spread(torch.from_numpy(values).to(device)) for name, values in portion.fields.items()}
-    entropy = (
-        None if flat.entropy is None else flat.entropy[pairs]
-    )  # with gradient where the loss has an entropy bonus
+    # with gradient where the loss has an entropy bonus
+    entropy = None if flat.entropy is None else flat.entropy[pairs]
     log_probs = spread(flat.log_probs[pairs])
     weights: list[Tensor] = []  # of a correction
     if spec.per_token:
@@ -276,9 +258,8 @@ class OptimizerSteps:
     steps: int = 0  # skipped ones included: the schedule's position
     poisoned: str | None = None  # why the pending step will be skipped
     pending_batches: int = 0  # forward_backward calls since the last step
-    counts: Counter[str] = field(
-        default_factory=Counter[str]
-    )  # of COUNTS and more, since the backend was opened
+    # of COUNTS and more, since the backend was opened
+    counts: Counter[str] = field(default_factory=Counter[str])
     _skipped_in_a_row: int = 0
 
     def choose_params(self, params: OptimParams | None) -> OptimParams:

@@ -50,12 +50,7 @@ from rollouts.backends.state import (
     scatter_weight,
     set_random_states,
 )
-from rollouts.backends.steps import (
-    CLIP_EPS,
-    ComputedLoss,
-    collect_gradients,
-    compute_loss,
-)
+from rollouts.backends.steps import CLIP_EPS, ComputedLoss, collect_gradients, compute_loss
 from rollouts.crash_points import reach
 from rollouts.errors import BackendError, CheckpointError, DenominatorMismatch, ModelError
 from rollouts.losses import LossFn, resolve_loss, wants_entropy_gradient
@@ -405,10 +400,7 @@ class Trainer:
         size = BUCKET_BYTES if self.ranks.mesh is None else RANK_BUCKET_BYTES
         for bucket in split_buckets(self.model.named_parameters(), size):
             whole = gather_bucket(self.ranks, bucket)
-            run_agreed(
-                self.ranks,
-                lambda whole=whole: None if sink is None or whole is None else sink(whole),
-            )
+            run_agreed(self.ranks, lambda whole=whole: None if sink is None or whole is None else sink(whole))
 
     def load_weights(self, weights: Mapping[str, Tensor] | None) -> None:
         """Replaces all parameters by rank 0's `weights`. Raises AgreedFailure before anything is copied."""

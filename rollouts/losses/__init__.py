@@ -31,12 +31,7 @@ __all__ = [
     "wants_entropy_gradient",
 ]
 
-LOSSES: dict[str, LossFn] = {
-    "sft": sft_loss,
-    **POLICY_LOSSES,
-    "value": critic_loss,
-    "linear": linear_loss,
-}
+LOSSES: dict[str, LossFn] = {"sft": sft_loss, **POLICY_LOSSES, "value": critic_loss, "linear": linear_loss}
 
 
 def resolve_loss(name: str) -> LossFn:

@@ -57,11 +57,7 @@ def compute_divergence(
 
 
 def compute_tiled_divergence(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    *,
-    beta: float = 0.5,
-    temperature: float = 1.0,
+    student_logits: Tensor, teacher_logits: Tensor, *, beta: float = 0.5, temperature: float = 1.0
 ) -> Tensor:
     """`compute_divergence`, at most DIVERGENCE_TILE logits of each model at a time, forward and backward:
     beside the two [N, V] only the gradient is whole.

@@ -36,10 +36,7 @@ class LossInputs:
     def need(self, name: str) -> Tensor:
         """A field. Raises ConfigError where the batch lacks it."""
         values = getattr(self, name)
-        require(
-            values is not None,
-            f"the loss needs {name} and the batch has none; fill RolloutBatch.{name}",
-        )
+        require(values is not None, f"the loss needs {name} and the batch has none; fill RolloutBatch.{name}")
         return values
 
     def need_old(self) -> Tensor:

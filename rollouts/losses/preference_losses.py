@@ -372,8 +372,7 @@ def kto_loss(
     """
     check_numbers("kto", beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     require(
-        desirable_weight + undesirable_weight > 0,
-        "kto: both weights are 0; set desirable_weight above 0",
+        desirable_weight + undesirable_weight > 0, "kto: both weights are 0; set desirable_weight above 0"
     )
     check_one_per_pair("kto", log_probs=log_probs, ref_log_probs=ref_log_probs, desirable=desirable)
     good = desirable.bool()

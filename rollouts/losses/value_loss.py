@@ -3,13 +3,7 @@
 import torch
 from torch import Tensor
 
-from rollouts.losses.inputs import (
-    LossInputs,
-    LossOutput,
-    check_numbers,
-    clear_masked,
-    sum_tokens,
-)
+from rollouts.losses.inputs import LossInputs, LossOutput, check_numbers, clear_masked, sum_tokens
 from rollouts.types import ExplainedVariance, LossUnit
 
 

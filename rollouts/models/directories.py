@@ -33,10 +33,8 @@ LOAD_ERRORS = (
     OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError,
 )  # fmt: skip
 
-for _name in (
-    "torchao",
-    "torch.utils._pytree",
-):  # transformers imports torchao where it is there, which says at length what it does without
+# transformers imports torchao where it is there, which says at length what it does without
+for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 

@@ -15,13 +15,7 @@ from rollouts.types import FloatArray, GenerateRequest, IntArray
 
 # How each row samples, one record per row. `drawn` is t: the number of tokens the row has drawn so far.
 DRAW_DTYPE = np.dtype(
-    [
-        ("key", "u8", 2),
-        ("drawn", "u8"),
-        ("temperature", "f4"),
-        ("top_p", "f4"),
-        ("top_k", "i8"),
-    ]
+    [("key", "u8", 2), ("drawn", "u8"), ("temperature", "f4"), ("top_p", "f4"), ("top_k", "i8")]
 )
 
 LARGEST_INVERSE_TEMPERATURE = 1e30  # 0 * inf would be NaN at the largest logit
@@ -33,9 +27,8 @@ class Sampled(NamedTuple):
     """What was drawn for each row."""
 
     token_ids: IntArray  # [B]
-    log_probs: (
-        FloatArray  # [B] nats, of the distribution drawn from; at temperature 0 of the one at temperature 1
-    )
+    # [B] nats, of the distribution drawn from; at temperature 0 of the one at temperature 1
+    log_probs: FloatArray
 
 
 def make_draw(seed: int, request: GenerateRequest) -> NDArray[np.void]:

@@ -93,9 +93,8 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
                 source,
                 gguf_file=gguf_file.name,
                 dtype=torch.float32,
-                quantization_config=GgufConfig(
-                    dequantize=True
-                ),  # without it the weights stay packed and can neither train nor be saved
+                # else the weights stay packed and can neither train nor be saved
+                quantization_config=GgufConfig(dequantize=True),
                 local_files_only=True,
                 output_loading_info=True,
             )

@@ -50,10 +50,7 @@ class ReferenceCache(Generic[T]):
     """Models in memory, by name, until aclose(). Made by open_reference_cache."""
 
     def __init__(
-        self,
-        budget_bytes: int,
-        measure: Measure,
-        open_model: Callable[[str], AbstractAsyncContextManager[T]],
+        self, budget_bytes: int, measure: Measure, open_model: Callable[[str], AbstractAsyncContextManager[T]]
     ) -> None:
         """A cache of at most `budget_bytes` of models. Nothing is loaded before a lease asks for it.
 

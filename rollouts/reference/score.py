@@ -17,12 +17,7 @@ from rollouts.errors import BackendClosed
 from rollouts.models.directories import ModelHead
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model
-from rollouts.models.log_probs import (
-    ForwardPlan,
-    TokenOutputs,
-    compute_micro_batch_outputs,
-    plan_plainly,
-)
+from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs, plan_plainly
 from rollouts.reference.quantize import compare_log_probs, load_torchao, quantize_model, sample_probe
 from rollouts.types import FloatRows, RolloutBatch
 
