@@ -282,7 +282,7 @@ def open_optimizer_files(folder: Path) -> list[OptimizerFile]:
     files: list[OptimizerFile] = []
     for path in (folder / name for name in wanted):
         try:
-            content: Any = safe_open(path, framework="pt")
+            content = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); {WAY_OUT}") from error
         shapes = {key: tuple(content.get_slice(key).get_shape()) for key in content.keys()}  # noqa: SIM118
@@ -323,7 +323,7 @@ def read_rows(files: Sequence[OptimizerFile], key: str, parameter: Tensor) -> Te
     part = (torch.cat(parts) if parts else torch.empty_like(local)).to(local.device)
     if not isinstance(parameter, DTensor):
         return part
-    layout: Any = {"shape": parameter.shape, "stride": parameter.stride()}
+    layout = {"shape": parameter.shape, "stride": parameter.stride()}
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(part, mesh, placements, run_check=False, **layout)
 

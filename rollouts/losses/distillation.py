@@ -8,7 +8,6 @@ in rollouts.advantages.distillation, with self-distillation.
 
 import math
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -142,7 +141,7 @@ def _in_tiles(
     """The function's results [n], for as many positions at a time as have DIVERGENCE_TILE logits."""
     rows = max(DIVERGENCE_TILE // max(vocab_size, 1), 1)
     parts = [
-        cast(Tensor, checkpoint(function, one, other, use_reentrant=False, preserve_rng_state=False))
+        checkpoint(function, one, other, use_reentrant=False, preserve_rng_state=False)
         for one, other in zip(first.split(rows), second.split(rows), strict=True)
     ]
     return torch.cat(parts)

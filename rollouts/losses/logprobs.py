@@ -43,7 +43,7 @@ def linear_logprobs(
     dH/dlogit_v = −p_v·(log p_v + H). Positions whose incoming gradients are zero cost nothing backward. Empty
     input gives empty output. Raises: never; targets must lie in [0, V).
     """
-    found: Any = _LinearLogProbs.apply(hidden, weight, targets, temperature, entropy_gradient)
+    found = _LinearLogProbs.apply(hidden, weight, targets, temperature, entropy_gradient)
     return LinearLogProbs(*found)
 
 

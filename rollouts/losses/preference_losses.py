@@ -23,7 +23,7 @@ KTO: responses that are each marked good or bad, without pairs. Axes: B rows. Al
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -237,7 +237,7 @@ def resolve_preference_loss(name: str | PreferenceLoss) -> PreferenceLoss:
             f"preference loss {name!r} is not known; did you mean {ours!r}? So is TRL's named here"
         )
     takes = "fields of rollouts.losses.preference_losses.PairLogProbs"
-    return cast(PreferenceLoss, find_function("preference loss", name, PREFERENCE_LOSSES, takes=takes))
+    return find_function("preference loss", name, PREFERENCE_LOSSES, takes=takes)
 
 
 def compute_preference_loss(pairs: PairLogProbs, loss: str | PreferenceLoss, **params: Any) -> LossOutput:

@@ -2,7 +2,7 @@
 there.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -79,7 +79,7 @@ def find_device(model: torch.nn.Module) -> torch.device:
     memory.
     """
     parameter = next(model.parameters())
-    mesh: Any = getattr(parameter, "device_mesh", None)  # of a DTensor
+    mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
     if mesh is not None and mesh.device_type != parameter.device.type:
         return torch.device(mesh.device_type, torch.accelerator.current_device_index())  # pragma: gpu
     return parameter.device

@@ -242,7 +242,7 @@ class FileNames:
         self._held: dict[str, Tensor] = {}
         self._buffers: list[tuple[str, Tensor]] = []  # which no stream brings, until they have come
         if model is not None:
-            own: Any = model
+            own = model
             weights, _ = list_weights(model)
             parameters, ignored = dict(model.named_parameters()), own._keys_to_ignore_on_save or ()
             self._buffers = [(n, one) for n, one in weights.items() if n not in {*parameters, *ignored}]

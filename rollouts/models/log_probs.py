@@ -127,7 +127,7 @@ def compute_micro_batch_states(
         # a finished mask, which nothing reads
         inputs |= {"attention_mask": torch.zeros((1, 1, 1, 1), device=device), ARGUMENT: packed}
         inputs["position_ids"] = torch.from_numpy(micro_batch.position_ids).to(device)
-    run: Any = model if plan.head == "whole" else model.get_decoder()
+    run = model if plan.head == "whole" else model.get_decoder()
     with torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
         output = run(**inputs)
     if packed is not None and not packed.made:
@@ -215,7 +215,7 @@ class _Answer:
 @contextmanager
 def _decoder_answers(model: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
     """Inside, the model's decoder answers at once with `hidden` [1, N, H]."""
-    decoder: Any = model.get_decoder()
+    decoder = model.get_decoder()
     before = decoder.__dict__.get("forward")
     decoder.forward = lambda *_, **__: _Answer(hidden)
     try:

@@ -9,7 +9,6 @@ spaces to 8 bytes, the tensors one after the other. The header is written last, 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +51,7 @@ class TensorFile:
                 f"tensor {name!r} has dtype {tensor.dtype}, which files do not hold here; convert it first"
             )
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        content: Any = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+        content = flat.view(torch.uint8).numpy().data if flat.numel() else b""
         with self.path.open("ab") as file:
             for start in range(0, len(content), CHUNK_BYTES):
                 file.write(content[start : start + CHUNK_BYTES])

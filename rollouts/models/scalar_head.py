@@ -11,7 +11,7 @@ takes the last token's as the score of a sequence.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def has_scalar_head(model: torch.nn.Module) -> bool:
 
 def get_scalar_weight(model: torch.nn.Module) -> Tensor:
     """The head's weight [1, H]."""
-    return cast(Tensor, getattr(model, HEAD).weight)
+    return getattr(model, HEAD).weight
 
 
 def project_states(states: Tensor, direction: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def set_padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     One that also ends an answer is not taken: transformers takes the last token that is no padding, and would
     pass over the end of every answer.
     """
-    config: Any = model.config.get_text_config()
+    config = model.config.get_text_config()
     own = None if tokenizer is None else tokenizer.pad_token_id
     if tokenizer and own != tokenizer.eos_token_id and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = own

@@ -76,7 +76,7 @@ def _write(kind: str, folder: Path, seed: int) -> None:
         # for what a library draws itself, such as the time steps of a state space model
         torch.manual_seed(seed)
         config = getattr(transformers, f"{family}Config")(vocab_size=len(tokenizer), **ids, **settings)
-        model: Any = getattr(transformers, f"{family}ForCausalLM")(config)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
         # our own generator: what the library draws, and in which order, may change between its versions
         generator = torch.Generator().manual_seed(seed)
         std = BYTE_STD if kind == "byte" else TINY_STD

@@ -62,7 +62,7 @@ class FastDecoder:
         """Raises ModelError for what it cannot run: no Llama-like layers, attention that is not full, capped
         logits.
         """
-        model: Any = whole.model
+        model = whole.model
         _check(model, max_context=max_context)
         self._whole, self._body, self._head = whole, model.model, model.lm_head
         attention = self._body.layers[0].self_attn
