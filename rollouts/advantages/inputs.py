@@ -53,7 +53,7 @@ class AdvantageInputs:
 
     def __post_init__(self) -> None:
         kinds = {"rewards": np.float64, "group_indices": None, "lengths": np.int64, "trajectories": np.int64}
-        columns: dict[str, NDArray[Any]] = {
+        columns = {
             name: np.asarray(getattr(self, name), kind)
             for name, kind in kinds.items()
             if getattr(self, name) is not None

@@ -104,7 +104,7 @@ def deal_rounds(costs: Sequence[float], ranks: int) -> list[list[int | None]]:
         chosen = order[start : start + ranks]
         takers = np.argsort(load, kind="stable")
         load[takers[: len(chosen)]] += prices[chosen]
-        numbers: list[int | None] = [*chosen.tolist(), *[None] * (ranks - len(chosen))]
+        numbers = [*chosen.tolist(), *[None] * (ranks - len(chosen))]
         for rank, number in zip(takers.tolist(), numbers, strict=True):
             dealt[rank].append(number)
     return dealt

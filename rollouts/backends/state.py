@@ -52,7 +52,7 @@ def check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None
     """Raises BackendError naming the weights that are missing, unknown or of another shape. A tied weight may
     come under each of its names.
     """
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     wrong = [f"{name} is missing" for name in parameters if name not in weights]
     wrong += [f"{name} is not the model's" for name in weights if name not in known]
@@ -242,7 +242,7 @@ def read_state(checkpoint: Path, model: PreTrainedModel, ranks: Ranks) -> Loaded
     files = open_optimizer_files(folder)
     position = read_position(folder / BACKEND_FILE)
     random_states = read_random_states(files, ranks.rank, ranks.device)
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     keys = {key for file in files for key in file.shapes if not key.startswith("rng/")}
     states: dict[Tensor, dict[str, Tensor]] = {}
     for name in sorted({key.partition("/")[2] for key in keys}):

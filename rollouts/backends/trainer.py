@@ -158,10 +158,10 @@ def discard_iteration(model: torch.nn.Module) -> None:
 # --- the trainer --------------------------------------------------------------------------------------------
 
 
-METRIC_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Metric)}
+METRIC_KINDS = {kind.__name__: kind for kind in get_args(Metric)}
 Saved = tuple[Position, Any]
 """Rank 0's position and tokenizer."""
-NOTHING: Saved = Position(0, 0, 0), None
+NOTHING = Position(0, 0, 0), None
 Shares = Sequence[Share] | None
 """Rank 0's: one for each rank. None on the others."""
 
@@ -293,7 +293,7 @@ class Trainer:
         portions' pairs, in their order. The shares have no loss.
         """
         share = self._receive_share(shares)
-        found: list[FloatArray] = [np.zeros((2, 0), np.float32)]
+        found = [np.zeros((2, 0), np.float32)]
         with torch.no_grad():
             for portion in share.portions:
                 run_agreed(self.ranks, self.check_open)

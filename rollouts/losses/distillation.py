@@ -51,7 +51,11 @@ def compute_divergence(
         return sum_kl_terms(teacher, student)
     if beta == 1:
         return sum_kl_terms(student, teacher)
-    mixture = _log_mix(student, teacher, beta)
+    # log(β·e^teacher + (1 − β)·e^student); where both are -inf it is finite, and not read: logaddexp has a
+    # NaN gradient there
+    dead = (student == -torch.inf) & (teacher == -torch.inf)
+    held_student, held_teacher = (torch.where(dead, 0.0, each) for each in (student, teacher))
+    mixture = torch.logaddexp(held_student + math.log1p(-beta), held_teacher + math.log(beta))
     return beta * sum_kl_terms(teacher, mixture) + (1 - beta) * sum_kl_terms(student, mixture)
 
 
@@ -145,13 +149,3 @@ def _in_tiles(
         for one, other in zip(first.split(rows), second.split(rows), strict=True)
     ]
     return torch.cat(parts)
-
-
-def _log_mix(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """log(β·e^teacher + (1 − β)·e^student). Where both are -inf it is finite, and not read: logaddexp has a
-    NaN gradient there.
-    """
-    dead = (student == -torch.inf) & (teacher == -torch.inf)
-    return torch.logaddexp(
-        torch.where(dead, 0.0, student) + math.log1p(-beta), torch.where(dead, 0.0, teacher) + math.log(beta)
-    )

@@ -211,7 +211,7 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
 
 # --- by name ------------------------------------------------------------------------------------------------
 
-TRL_LOSS_TYPES: dict[str, str] = {
+TRL_LOSS_TYPES = {
     "sigmoid": "dpo",
     "robust": "robust_dpo",
     "ipo": "averaged_ipo",  # TRL divides by the lengths

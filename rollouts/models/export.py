@@ -300,7 +300,7 @@ def find_units(model: PreTrainedModel, in_files: dict[str, str]) -> list[tuple[s
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    conversions: list[Any] | None = getattr(model, "_weight_conversions", None)
+    conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False) or []
     if any(isinstance(one, getattr(loading, "GroupWeightRename", ())) for one in conversions):

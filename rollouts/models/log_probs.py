@@ -118,7 +118,7 @@ def compute_micro_batch_states(
     """The decoder's hidden states [N, H] at the predictors, logits [N, V] for the whole head."""
     device = find_device(model)
     ids = torch.from_numpy(micro_batch.input_ids).to(device)
-    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    inputs = {"input_ids": ids, "use_cache": False}
     packed = None
     # else the model's own mask and positions: causal, counted from 0. Padding comes last, so nobody sees it.
     if not micro_batch.causal:
@@ -136,7 +136,7 @@ def compute_micro_batch_states(
             " something has replaced transformers' 'sdpa' since the model was opened (a kernel library,"
             " set_attn_implementation); do that before, or not at all"
         )
-    states: Tensor = output.logits if plan.head == "whole" else output.last_hidden_state
+    states = output.logits if plan.head == "whole" else output.last_hidden_state
     return states.flatten(0, 1).index_select(0, torch.from_numpy(micro_batch.predictors).to(device))
 
 
@@ -191,7 +191,7 @@ def _score_by_own_head(
             logits = model(input_ids=ids, use_cache=False).logits[0]
         return score_logits(logits, wanted, temperature, entropy_gradient=entropy_gradient)
 
-    parts: list[Any] = [
+    parts = [
         run_twice(score, states, wanted)
         for states, wanted in zip(hidden.split(tile), targets.split(tile), strict=True)
     ]

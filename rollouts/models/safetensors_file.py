@@ -18,7 +18,7 @@ from rollouts.errors import ModelError
 CHUNK_BYTES = 16 * 2**20
 LENGTH_BYTES = 8
 ENTRY_BYTES = 256  # room in the header for what it says of one tensor beside its name
-DTYPES: dict[torch.dtype, str] = {
+DTYPES = {
     torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32",
     torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",

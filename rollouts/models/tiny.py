@@ -20,10 +20,10 @@ from rollouts.models.tokenizers import END_ID, PAD_ID, START_ID, make_byte_token
 TINY_FORMAT = 1  # in the directory's name; raise it when what is written changes
 TINY_STD = 0.1  # of the weights: context moves log-probs by tenths of a nat, so that a wrong mask shows
 BYTE_STD = 0.02
-HEADS: dict[str, Any] = {
+HEADS = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
 }  # fmt: skip
-SIZES: dict[str, Any] = {
+SIZES = {
     **HEADS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "tie_word_embeddings": True,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # family of transformers, its settings

@@ -261,7 +261,7 @@ def _key(row: Row) -> bytes:
 
 
 ForwardPath = Literal["compiled", "fast", "cached", "recompute"]
-PATHS: tuple[ForwardPath, ...] = get_args(ForwardPath)
+PATHS = get_args(ForwardPath)
 # Unlike, so that padding and positions are tried; more than a CPU's way with many rows needs; and equal ones,
 # which are one prompt: computed once for two rows, and taken over by the first row, which comes late.
 PROBE_LENGTHS = (13, 8, 11, 5, 9, 2, 12, 7, 10, 8, 13)
