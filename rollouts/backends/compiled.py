@@ -43,7 +43,7 @@ def compile_and_prove(
     fails, or its programs differ by more than rounding.
     """
     rng = np.random.default_rng(0)
-    vocab_size = int(model.config.get_text_config().vocab_size)
+    vocab_size = model.config.get_text_config().vocab_size
     layout = plan.choose_layout(max(LENGTHS))
     rows = [rng.integers(0, vocab_size, length) for length in LENGTHS[: 1 if layout == "single" else 2]]
     masks = [np.arange(len(row)) > 0 for row in rows]

@@ -84,7 +84,7 @@ MEET_S = 4.0  # between ranks that fail alike: a forward of some tokens keeps th
 COMPILE_MEET_S = 60.0  # the same for compilers, which take their own time
 
 
-def shard_model(model: PreTrainedModel, ranks: Ranks, *, cpu_offload: bool = False) -> None:
+def shard_model(model: PreTrainedModel, ranks: Ranks, *, cpu_offload: bool) -> None:
     """Divides the parameters of each decoder layer, and of what is around them, among the ranks. Gradients
     become sums over all ranks.
 

@@ -83,7 +83,7 @@ WHOLE_BYTES = 8 * 2**20  # files up to here are hashed whole
 BLOCKS, BLOCK_BYTES = 32, 64 * 2**10
 
 
-def choose_model_cache(cache_dir: Path | None = None) -> Path:
+def choose_model_cache(cache_dir: Path | None) -> Path:
     """Where made models lie: `cache_dir` if given, else models/ in $ROLLOUTS_CACHE, else in
     ~/.cache/rollouts.
     """

@@ -80,7 +80,7 @@ def sample_tokens(logits: Tensor, draws: NDArray[np.void]) -> Sampled:
         logits = logits.index_copy(0, rows, logits[rows].masked_fill(~keep, float("-inf")))
     largest = logits.amax(-1, keepdim=True)
     weights = logits - largest
-    scale = None if bool((inverse == 1).all()) else inverse.to(device)
+    scale = None if (inverse == 1).all() else inverse.to(device)
     if scale is not None:
         weights.mul_(scale[:, None])
     weights.exp_()
@@ -116,7 +116,7 @@ def find_top(
     cut = limits > candidates  # those without a top-k
     total = torch.where(cut, scaled.exp().sum(-1, keepdim=True), weights.sum(-1, keepdim=True))
     reached = weights.cumsum(-1) / total  # share of the top-k mass up to and with each candidate
-    if bool((cut & (reached[:, -1:] < mass)).any()):
+    if (cut & (reached[:, -1:] < mass)).any():
         return find_top(scaled, top_k, top_p, candidates=vocab)
     before = torch.nn.functional.pad(reached, (1, -1))
     keep = inside & ((before < mass) | (mass >= 1))

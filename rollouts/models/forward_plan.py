@@ -98,7 +98,7 @@ class _Probe:
         self.config = model.config.get_text_config()
         self.scalar = has_scalar_head(model)
         self._on_error = on_error
-        self._vocab_size = int(self.config.vocab_size)
+        self._vocab_size = self.config.vocab_size
         first, *others = rng.integers(0, self._vocab_size, (4, OTHER_LENGTH))
         for kept, other in zip((3, LENGTH - 1, 0), others, strict=True):  # tokens in common with the first
             other[:kept], other[kept] = first[:kept], (first[kept] + 1) % self._vocab_size

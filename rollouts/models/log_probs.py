@@ -182,7 +182,7 @@ def _score_by_own_head(
     """By what the model itself does after its decoder: bias, scale, soft cap or else. A tile of positions at
     a time; their logits are computed again for the gradient. float32, whatever the decoder ran in.
     """
-    tile = max(OWN_TILE // max(int(model.config.get_text_config().vocab_size), 1), 1)
+    tile = max(OWN_TILE // max(model.config.get_text_config().vocab_size, 1), 1)
 
     def score(states: Tensor, wanted: Tensor) -> LinearLogProbs:
         ids = torch.zeros((1, len(states)), dtype=torch.int64, device=states.device)

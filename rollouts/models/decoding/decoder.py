@@ -276,7 +276,7 @@ class WholeModel:
     def __init__(self, model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> None:
         self.model = model
         self.parameters = frozenset(inspect.signature(model.forward).parameters)
-        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.vocab_size: int = model.config.get_text_config().vocab_size
         self.device = next(model.parameters()).device
         self.dtype = autocast_dtype or model.dtype
         self.is_exact = self.dtype in (torch.float32, torch.float64)  # to rounding, for every token
