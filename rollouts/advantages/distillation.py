@@ -63,7 +63,7 @@ def align_rows(teacher_values: Sequence[FloatArray], teacher_masks: Masks, loss_
     for row, (values, teacher_mask, mask) in enumerate(
         zip(teacher_values, teacher_masks, loss_masks, strict=True)
     ):
-        theirs, ours = int(teacher_mask.sum()), int(mask.sum())
+        theirs, ours = teacher_mask.sum(), mask.sum()
         require(
             theirs == ours, f"row {row}: the teacher's mask selects {theirs} tokens, the student's {ours}"
         )

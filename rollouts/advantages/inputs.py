@@ -53,7 +53,7 @@ class AdvantageInputs:
 
     def __post_init__(self) -> None:
         kinds = {"rewards": np.float64, "group_indices": None, "lengths": np.int64, "trajectories": np.int64}
-        columns: dict[str, NDArray[Any]] = {
+        columns = {
             name: np.asarray(getattr(self, name), kind)
             for name, kind in kinds.items()
             if getattr(self, name) is not None
@@ -64,11 +64,7 @@ class AdvantageInputs:
         columns |= {f"named_rewards[{name!r}]": values for name, values in named.items()}
         count = self.rewards.size
         for name, values in columns.items():
-            require(
-                values.shape == (count,),
-                f"{name} has shape {values.shape}; there must be one per row of {self.rewards.shape}",
-            )
-            check_finite(values, name)
+            check_rows(values, name, count)
         lengths = columns.pop("lengths", np.zeros(0))
         require(
             (lengths >= 0).all(), f"lengths has {lengths.min(initial=0)}; a number of tokens is at least 0"
@@ -147,8 +143,12 @@ def need_lengths(inputs: AdvantageInputs, kind: str) -> IntArray:
     return inputs.lengths
 
 
-def check_finite(values: NDArray[Any], name: str) -> None:
-    """Raises ValueError naming the first row that is not finite."""
+def check_rows(values: NDArray[Any], name: str, count: int) -> None:
+    """Raises ValueError unless there is one value per row, and naming the first row that is not finite."""
+    require(
+        values.shape == (count,),
+        f"{name} has shape {values.shape} for {count} rows; there must be one per row",
+    )
     for row in np.flatnonzero(~np.isfinite(values)):
         raise ValueError(f"{name}[{row}] is {values[row]}; it must be finite, or it spoils its whole group")
 
@@ -202,12 +202,8 @@ def compute_role_advantages(
     lengths that differ, a decay outside 0 to 1 (1 excluded), a reward or baseline not finite.
     """
     values = np.asarray(rewards, np.float64)
-    require(
-        values.shape == (len(roles),),
-        f"rewards have shape {values.shape} for {len(roles)} roles; there must be one per row",
-    )
     require(0 <= decay < 1, f"decay={decay}; it must be at least 0 and below 1, 0.95 is usual")
-    check_finite(values, "rewards")
+    check_rows(values, "rewards", len(roles))
     means = {role: float(mean) for role, mean in baselines.items()}
     for role, mean in means.items():
         require(math.isfinite(mean), f"baselines[{role!r}] is {mean}; it must be finite")

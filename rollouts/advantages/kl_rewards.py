@@ -10,8 +10,7 @@ from rollouts.advantages.inputs import (
     Floats,
     Masks,
     Rows,
-    check_finite,
-    require,
+    check_rows,
     scatter_trained,
     take_trained,
 )
@@ -83,26 +82,16 @@ def compute_token_rewards(
 def _find_places(trajectories: ArrayLike | None, count: int) -> NDArray[np.intp]:
     """[B] which trajectory each row belongs to, numbered from 0; None: every row is one."""
     numbers = np.arange(count) if trajectories is None else np.asarray(trajectories, np.int64)
-    require(
-        numbers.shape == (count,),
-        f"trajectories have shape {numbers.shape} for {count} rows; one per row",
-    )
+    check_rows(numbers, "trajectories", count)
     return np.unique(numbers, return_inverse=True)[1]
 
 
 def _token_kl(
-    rewards: ArrayLike,
-    log_probs: Rows,
-    ref_log_probs: Rows,
-    loss_masks: Masks,
+    rewards: ArrayLike, log_probs: Rows, ref_log_probs: Rows, loss_masks: Masks
 ) -> tuple[Floats, list[Floats]]:
     """The rewards [B], and log_prob − ref_log_prob of the trained tokens of each row."""
     values = np.asarray(rewards, np.float64)
-    require(
-        values.shape == (len(log_probs),),
-        f"rewards have shape {values.shape} for {len(log_probs)} rows; there must be one per row",
-    )
-    check_finite(values, "rewards")
+    check_rows(values, "rewards", len(log_probs))
     policy = take_trained("log_probs", log_probs, loss_masks)
     reference = take_trained("ref_log_probs", ref_log_probs, loss_masks)
     return values, [ours - theirs for ours, theirs in zip(policy, reference, strict=True)]

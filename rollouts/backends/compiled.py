@@ -11,9 +11,10 @@ from torch import Tensor
 
 from rollouts.data.packing import make_micro_batches
 from rollouts.errors import ModelError
+from rollouts.losses.logprobs import widen
 from rollouts.models.directories import quiet_transformers
 from rollouts.models.layers import compile_layers
-from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_states, widen
+from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_states
 from rollouts.models.scalar_head import make_probing_directions
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def compile_and_prove(
     fails, or its programs differ by more than rounding.
     """
     rng = np.random.default_rng(0)
-    vocab_size = int(model.config.get_text_config().vocab_size)
+    vocab_size = model.config.get_text_config().vocab_size
     layout = plan.choose_layout(max(LENGTHS))
     rows = [rng.integers(0, vocab_size, length) for length in LENGTHS[: 1 if layout == "single" else 2]]
     masks = [np.arange(len(row)) > 0 for row in rows]

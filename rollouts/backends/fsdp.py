@@ -18,15 +18,9 @@ from typing import Any, Unpack
 
 import trio
 
-from rollouts.backends.captures import HeldPart
-from rollouts.backends.open import (
-    OPENING,
-    OpenSettings,
-    open_trainer,
-    open_trainer_thread,
-)
+from rollouts.backends.open import OPENING, OpenSettings, open_trainer, open_trainer_thread
 from rollouts.backends.pytorch import RankedTrainingBackend
-from rollouts.backends.trainer import COMMANDS, Trainer
+from rollouts.backends.trainer import Trainer
 from rollouts.config.load import check_same_config, dump_config
 from rollouts.config.schema import RunConfig
 from rollouts.config.tables import OptimConfig
@@ -118,7 +112,7 @@ async def serve_backends(channel: Channel, ranks: Ranks, *, find_path: FindPath 
 
     Raises whatever this rank alone has met: the job must end then, for the others wait for it.
     """
-    trainers: dict[int, Trainer | None] = {}  # by the backend's number; None: all ranks failed to open it
+    trainers: dict[int, Trainer] = {}  # by the backend's number; without those that all ranks failed to open
     captures: dict[str, DeviceFuture[Any]] = {}  # by name, until they are written or dropped
 
     async def finish(future: DeviceFuture[Any]) -> None:
@@ -130,7 +124,7 @@ async def serve_backends(channel: Channel, ranks: Ranks, *, find_path: FindPath 
 
     async def write(name: str, path: Path) -> None:
         try:
-            part: HeldPart = await captures.pop(name)
+            part = await captures.pop(name)
             said = str(await trio.to_thread.run_sync(part.write, path))
             del part  # its memory is free while the others write
         except Exception as error:  # rank 0 raises it
@@ -168,7 +162,7 @@ async def serve_backends(channel: Channel, ranks: Ranks, *, find_path: FindPath 
 
 def follow(
     command: Command,
-    trainers: dict[int, Trainer | None],
+    trainers: dict[int, Trainer],
     channel: Channel,
     ranks: Ranks,
     thread: DeviceThread,
@@ -186,11 +180,10 @@ def follow(
     try:
         if name == "open_backend":
             assert number not in trainers, f"backend {number} is open already"
-            trainers[number] = None
             path, optim = find_path(command["model_path"]), OptimConfig.model_validate(command["optim"])
             trainers[number] = open_trainer(path, optim, command["options"], ranks, thread.check_open)
             return None
-        assert trainer is not None and name in COMMANDS, f"{name} of a backend that did not open"
+        assert trainer is not None, f"{name} of a backend that did not open"
         return getattr(trainer, name)(None, **command["fields"])
     except AgreedFailure:
         if trainer is not None:

@@ -25,19 +25,8 @@ import torch
 from torch import Tensor
 
 from rollouts.backends.captures import HeldCheckpoint
-from rollouts.backends.shares import (
-    Share,
-    collect_token_arrays,
-    find_attention_cost,
-    split_values,
-)
-from rollouts.backends.steps import (
-    COUNTS,
-    OptimizerSteps,
-    PackingOptions,
-    PreparedBatch,
-    prepare_batch,
-)
+from rollouts.backends.shares import Share, collect_token_arrays, find_attention_cost, split_values
+from rollouts.backends.steps import COUNTS, OptimizerSteps, PackingOptions, PreparedBatch, prepare_batch
 from rollouts.backends.trainer import Trainer
 from rollouts.config.tables import OptimConfig
 from rollouts.crash_points import reach

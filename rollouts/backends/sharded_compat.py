@@ -12,7 +12,7 @@ def list_groups(model: torch.nn.Module) -> list[Any]:
     groups: list[Any] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
+            state = module._get_fsdp_state()
             groups += (
                 state._fsdp_param_groups
                 if hasattr(state, "_fsdp_param_groups")
@@ -49,7 +49,7 @@ def reset_iteration(root: torch.nn.Module) -> None:
     A root that has not run yet has nothing to forget.
     """
     module = cast(FSDPModule, root)
-    state: Any = module._get_fsdp_state()
+    state = module._get_fsdp_state()
     if not state._is_root:  # None before the first forward
         return
     if hasattr(module, "reset_iter_state"):

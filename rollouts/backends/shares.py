@@ -52,9 +52,8 @@ def make_portion(micro_batch: MicroBatch, batch: RolloutBatch) -> Portion:
     """The portion with the batch's values of each token that trains."""
     rows = micro_batch.rows.tolist()
     lengths = np.asarray([len(batch.tokens[row]) for row in rows])
-    places = (
-        micro_batch.token_positions + (np.cumsum(lengths) - lengths)[micro_batch.token_rows]
-    )  # in the rows one after the other
+    # in the rows one after the other
+    places = micro_batch.token_positions + (np.cumsum(lengths) - lengths)[micro_batch.token_rows]
     fields: dict[str, FloatArray] = {}
     for name in TOKEN_FIELDS:
         values = getattr(batch, name)
@@ -105,7 +104,7 @@ def deal_rounds(costs: Sequence[float], ranks: int) -> list[list[int | None]]:
         chosen = order[start : start + ranks]
         takers = np.argsort(load, kind="stable")
         load[takers[: len(chosen)]] += prices[chosen]
-        numbers: list[int | None] = [*chosen.tolist(), *[None] * (ranks - len(chosen))]
+        numbers = [*chosen.tolist(), *[None] * (ranks - len(chosen))]
         for rank, number in zip(takers.tolist(), numbers, strict=True):
             dealt[rank].append(number)
     return dealt

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from rollouts.errors import BackendError, CheckpointError
-from rollouts.models.devices import find_device
 from rollouts.models.directories import fsync_path
 from rollouts.models.export import Bucket
 from rollouts.models.safetensors_file import write_safetensors
@@ -53,7 +52,7 @@ def check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None
     """Raises BackendError naming the weights that are missing, unknown or of another shape. A tied weight may
     come under each of its names.
     """
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     wrong = [f"{name} is missing" for name in parameters if name not in weights]
     wrong += [f"{name} is not the model's" for name in weights if name not in known]
@@ -97,11 +96,7 @@ def gather_bucket(ranks: Ranks, bucket: Bucket, *, to: int = 0) -> Bucket | None
     ]
 
 
-def gather_parts(
-    ranks: Ranks,
-    parts: Sequence[Bucket],
-    take: Callable[[Bucket], object],
-) -> None:
+def gather_parts(ranks: Ranks, parts: Sequence[Bucket], take: Callable[[Bucket], object]) -> None:
     """Hands `take` on each rank the whole tensors of its own part of `parts` [W], bucket by bucket.
     Collective. What `take` raises is raised after the last turn, so that the ranks stay together.
 
@@ -211,7 +206,7 @@ def hold_state(
     Only the ranks of the first replica keep moments.
     """
     reshard(model)
-    tensors = copy_random_states(find_device(model))
+    tensors = copy_random_states(ranks.device)
     for name, parameter in model.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
             if kind == STEP or ranks.first_replica:
@@ -246,8 +241,8 @@ def read_state(checkpoint: Path, model: PreTrainedModel, ranks: Ranks) -> Loaded
     folder = checkpoint_state_dir(checkpoint)
     files = open_optimizer_files(folder)
     position = read_position(folder / BACKEND_FILE)
-    random_states = read_random_states(files, ranks.rank, find_device(model))
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    random_states = read_random_states(files, ranks.rank, ranks.device)
+    parameters = dict(model.named_parameters())
     keys = {key for file in files for key in file.shapes if not key.startswith("rng/")}
     states: dict[Tensor, dict[str, Tensor]] = {}
     for name in sorted({key.partition("/")[2] for key in keys}):
@@ -287,7 +282,7 @@ def open_optimizer_files(folder: Path) -> list[OptimizerFile]:
     files: list[OptimizerFile] = []
     for path in (folder / name for name in wanted):
         try:
-            content: Any = safe_open(path, framework="pt")
+            content = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); {WAY_OUT}") from error
         shapes = {key: tuple(content.get_slice(key).get_shape()) for key in content.keys()}  # noqa: SIM118
@@ -328,7 +323,7 @@ def read_rows(files: Sequence[OptimizerFile], key: str, parameter: Tensor) -> Te
     part = (torch.cat(parts) if parts else torch.empty_like(local)).to(local.device)
     if not isinstance(parameter, DTensor):
         return part
-    layout: Any = {"shape": parameter.shape, "stride": parameter.stride()}
+    layout = {"shape": parameter.shape, "stride": parameter.stride()}
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(part, mesh, placements, run_check=False, **layout)
 

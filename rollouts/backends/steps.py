@@ -19,12 +19,7 @@ from rollouts.backends.shares import Portion, TokenTrace, deal_portions, make_po
 from rollouts.backends.state import Position
 from rollouts.config.tables import OptimConfig
 from rollouts.data.packing import make_micro_batches
-from rollouts.errors import (
-    BackendError,
-    NonFiniteSteps,
-    RolloutsError,
-    UserFunctionError,
-)
+from rollouts.errors import BackendError, NonFiniteSteps, RolloutsError, UserFunctionError
 from rollouts.losses import LossFn, LossInputs, LossOutput
 from rollouts.models.log_probs import ForwardPlan, Layout, TokenOutputs
 from rollouts.models.optim import compute_lr
@@ -42,26 +37,14 @@ from rollouts.types import (
 
 MAX_NONFINITE_STEPS = 3  # in a row
 CLIP_EPS = 1e-6  # what torch.nn.utils.clip_grads_with_norm_ adds to the norm
-OTHER_TERMS = (
-    "kl_coef",
-    "entropy_coef",
-    "mu_penalty_coef",
-)  # parameters of a loss: of terms without an advantage
+# parameters of a loss: of terms without an advantage
+OTHER_TERMS = ("kl_coef", "entropy_coef", "mu_penalty_coef")
 # In which a token without an advantage has no gradient and changes no other token's. Of a function of the
 # user nobody knows.
 SKIPPING_LOSSES = (
-    "ppo_clip",
-    "importance_sampling",
-    "reinforce",
-    "cispo",
-    "gspo",
-    "gspo_token",
-    "gmpo",
-    "sapo",
-    "dppo",
-    "dppo_kl",
-    "vespo",
-)
+    "ppo_clip", "importance_sampling", "reinforce", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "dppo",
+    "dppo_kl", "vespo",
+)  # fmt: skip
 COUNTS = ("skipped_steps", "trained_tokens", "computed_tokens", "skipped_rows")
 
 
@@ -100,13 +83,12 @@ def prepare_batch(
     """The batch's denominators and packing for so many ranks; `spec` is None for log-probs only. Raises
     BackendError or ModelError for what cannot be computed.
     """
-    denominator, expected_count, skip_rows = 1.0, 0.0, None
+    denominator, expected_count, skip_rows = 1.0, 0.0, np.zeros(len(batch), np.bool_)
     if spec is not None:
-        denominator, expected_count = compute_denominator(batch, spec)
+        denominator = compute_denominator(batch, spec)
         if options.skip_zero_advantage and not needs_every_row(spec):
             skip_rows = find_zero_advantage_rows(batch)
-        if skip_rows is not None:
-            expected_count = count_unit(batch, spec, ~skip_rows)
+        expected_count = count_unit(batch, spec, ~skip_rows)
     check_token_ids(batch, vocab_size)
     layout = plan.choose_layout(max(len(row) for row in batch.tokens))
     micro_batches = make_micro_batches(
@@ -126,14 +108,11 @@ def prepare_batch(
         micro_batch_cost=options.micro_batch_cost,
         attention_cost=options.attention_cost,
     )
-    skipped = 0 if skip_rows is None else int(skip_rows.sum())
-    return PreparedBatch(layout, denominator, expected_count, skipped, portions)
+    return PreparedBatch(layout, denominator, expected_count, int(skip_rows.sum()), portions)
 
 
-def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
-    """What the loss's sum over the whole batch is divided by, and what its counts must add up to. Raises
-    BackendError if nothing trains.
-    """
+def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> float:
+    """What the loss's sum over the whole batch is divided by. Raises BackendError if nothing trains."""
     count = count_unit(batch, spec, np.ones(len(batch), np.bool_))
     if count == 0:
         raise BackendError(
@@ -145,8 +124,8 @@ def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> tuple[float, flo
                 f"LossSpec(unit='constant') has constant={spec.constant}; give the denominator, a number"
                 " above 0"
             )
-        return spec.constant, count
-    return count, count
+        return spec.constant
+    return count
 
 
 def count_unit(batch: RolloutBatch, spec: LossSpec, rows: BoolArray) -> float:
@@ -169,10 +148,10 @@ def needs_every_row(spec: LossSpec) -> bool:
     return not is_ours or any(spec.params.get(name) for name in OTHER_TERMS)
 
 
-def find_zero_advantage_rows(batch: RolloutBatch) -> BoolArray | None:
-    """[B] rows with trained tokens, all of advantage 0; None when the batch has no advantages."""
+def find_zero_advantage_rows(batch: RolloutBatch) -> BoolArray:
+    """[B] rows with trained tokens, all of advantage 0; none when the batch has no advantages."""
     if batch.advantages is None:
-        return None
+        return np.zeros(len(batch), np.bool_)
     rows = zip(batch.advantages, batch.loss_masks, strict=True)
     return np.asarray([mask.any() and not np.any(advantages[mask]) for advantages, mask in rows], np.bool_)
 
@@ -240,9 +219,8 @@ def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: Lo
         return torch.zeros(shape, dtype=values.dtype, device=device).index_put(place, values)
 
     fields = {name: spread(torch.from_numpy(values).to(device)) for name, values in portion.fields.items()}
-    entropy = (
-        None if flat.entropy is None else flat.entropy[pairs]
-    )  # with gradient where the loss has an entropy bonus
+    # with gradient where the loss has an entropy bonus
+    entropy = None if flat.entropy is None else flat.entropy[pairs]
     log_probs = spread(flat.log_probs[pairs])
     weights: list[Tensor] = []  # of a correction
     if spec.per_token:
@@ -280,9 +258,8 @@ class OptimizerSteps:
     steps: int = 0  # skipped ones included: the schedule's position
     poisoned: str | None = None  # why the pending step will be skipped
     pending_batches: int = 0  # forward_backward calls since the last step
-    counts: Counter[str] = field(
-        default_factory=Counter[str]
-    )  # of COUNTS and more, since the backend was opened
+    # of COUNTS and more, since the backend was opened
+    counts: Counter[str] = field(default_factory=Counter[str])
     _skipped_in_a_row: int = 0
 
     def choose_params(self, params: OptimParams | None) -> OptimParams:

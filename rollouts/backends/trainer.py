@@ -4,7 +4,7 @@ does of a step. Every method is collective; on one rank the collectives do nothi
     rank 0 packs the batch ──scatter──► each rank's share ──► rounds: forward ─► loss, agreed ─► backward
                                                                 └──► gradients, summed and sharded
 
-All ranks call the same method of COMMANDS at the same time, with the same named arguments; the first argument
+All ranks call the same public method at the same time, with the same named arguments; the first argument
 is what only rank 0 has, None elsewhere, and only rank 0 uses results. Three ways to fail: AgreedFailure,
 raised by all ranks alike, which are in step afterwards; any other error, after which the ranks are out of
 step and the job must end; and loss or gradients that are not finite, which all ranks see alike and report.
@@ -50,12 +50,7 @@ from rollouts.backends.state import (
     scatter_weight,
     set_random_states,
 )
-from rollouts.backends.steps import (
-    CLIP_EPS,
-    ComputedLoss,
-    collect_gradients,
-    compute_loss,
-)
+from rollouts.backends.steps import CLIP_EPS, ComputedLoss, collect_gradients, compute_loss
 from rollouts.crash_points import reach
 from rollouts.errors import BackendError, CheckpointError, DenominatorMismatch, ModelError
 from rollouts.losses import LossFn, resolve_loss, wants_entropy_gradient
@@ -89,7 +84,7 @@ MEET_S = 4.0  # between ranks that fail alike: a forward of some tokens keeps th
 COMPILE_MEET_S = 60.0  # the same for compilers, which take their own time
 
 
-def shard_model(model: PreTrainedModel, ranks: Ranks, *, cpu_offload: bool = False) -> None:
+def shard_model(model: PreTrainedModel, ranks: Ranks, *, cpu_offload: bool) -> None:
     """Divides the parameters of each decoder layer, and of what is around them, among the ranks. Gradients
     become sums over all ranks.
 
@@ -163,14 +158,10 @@ def discard_iteration(model: torch.nn.Module) -> None:
 # --- the trainer --------------------------------------------------------------------------------------------
 
 
-METRIC_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Metric)}
-COMMANDS = {
-    "reset", "skip_step", "forward_backward", "forward", "optim_step", "stream_weights", "load_weights",
-    "hold", "revert", "save", "capture", "load",
-}  # fmt: skip
+METRIC_KINDS = {kind.__name__: kind for kind in get_args(Metric)}
 Saved = tuple[Position, Any]
 """Rank 0's position and tokenizer."""
-NOTHING: Saved = Position(0, 0, 0), None
+NOTHING = Position(0, 0, 0), None
 Shares = Sequence[Share] | None
 """Rank 0's: one for each rank. None on the others."""
 
@@ -302,7 +293,7 @@ class Trainer:
         portions' pairs, in their order. The shares have no loss.
         """
         share = self._receive_share(shares)
-        found: list[FloatArray] = [np.zeros((2, 0), np.float32)]
+        found = [np.zeros((2, 0), np.float32)]
         with torch.no_grad():
             for portion in share.portions:
                 run_agreed(self.ranks, self.check_open)
@@ -409,10 +400,7 @@ class Trainer:
         size = BUCKET_BYTES if self.ranks.mesh is None else RANK_BUCKET_BYTES
         for bucket in split_buckets(self.model.named_parameters(), size):
             whole = gather_bucket(self.ranks, bucket)
-            run_agreed(
-                self.ranks,
-                lambda whole=whole: None if sink is None or whole is None else sink(whole),
-            )
+            run_agreed(self.ranks, lambda whole=whole: None if sink is None or whole is None else sink(whole))
 
     def load_weights(self, weights: Mapping[str, Tensor] | None) -> None:
         """Replaces all parameters by rank 0's `weights`. Raises AgreedFailure before anything is copied."""

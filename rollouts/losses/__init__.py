@@ -4,7 +4,6 @@ the backend's, and global.
 
 import inspect
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 
@@ -31,12 +30,7 @@ __all__ = [
     "wants_entropy_gradient",
 ]
 
-LOSSES: dict[str, LossFn] = {
-    "sft": sft_loss,
-    **POLICY_LOSSES,
-    "value": critic_loss,
-    "linear": linear_loss,
-}
+LOSSES: dict[str, LossFn] = {"sft": sft_loss, **POLICY_LOSSES, "value": critic_loss, "linear": linear_loss}
 
 
 def resolve_loss(name: str) -> LossFn:
@@ -45,7 +39,7 @@ def resolve_loss(name: str) -> LossFn:
     Raises ConfigError naming the nearest key when the name is unknown, PlugInError when the function cannot
     be imported.
     """
-    return cast(LossFn, find_function("loss", name, LOSSES, takes="(inputs, *, unit, ...)"))
+    return find_function("loss", name, LOSSES, takes="(inputs, *, unit, ...)")
 
 
 def find_own_unit(name: str) -> str:

@@ -8,7 +8,6 @@ in rollouts.advantages.distillation, with self-distillation.
 
 import math
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rollouts.losses.inputs import LossOutput, check_numbers, collect_token_metrics, reduce_loss
 from rollouts.losses.kl import sum_kl_terms
+from rollouts.losses.logprobs import widen
 from rollouts.types import LossUnit
 
 DIVERGENCE_TILE = 16 * 2**20  # logits of one model that are held at a time: 64 MiB in float32
@@ -44,26 +44,26 @@ def compute_divergence(
             f"student_logits are {tuple(student_logits.shape)}, teacher_logits {tuple(teacher_logits.shape)};"
             " both must be [N, V] with one vocabulary: cut padded ones to the tokenizer's size"
         )
-    student = _log_softmax(student_logits, temperature)
-    teacher = _log_softmax(teacher_logits.detach(), temperature)
+    student, teacher = (
+        (widen(logits) / temperature).log_softmax(-1) for logits in (student_logits, teacher_logits.detach())
+    )
     if beta == 0:
         return sum_kl_terms(teacher, student)
     if beta == 1:
         return sum_kl_terms(student, teacher)
-    mixture = _log_mix(student, teacher, beta)
+    # log(β·e^teacher + (1 − β)·e^student); where both are -inf it is finite, and not read: logaddexp has a
+    # NaN gradient there
+    dead = (student == -torch.inf) & (teacher == -torch.inf)
+    held_student, held_teacher = (torch.where(dead, 0.0, each) for each in (student, teacher))
+    mixture = torch.logaddexp(held_student + math.log1p(-beta), held_teacher + math.log(beta))
     return beta * sum_kl_terms(teacher, mixture) + (1 - beta) * sum_kl_terms(student, mixture)
 
 
 def compute_tiled_divergence(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    *,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    tile: int = DIVERGENCE_TILE,
+    student_logits: Tensor, teacher_logits: Tensor, *, beta: float = 0.5, temperature: float = 1.0
 ) -> Tensor:
-    """`compute_divergence`, at most `tile` logits of each model at a time, forward and backward: beside the
-    two [N, V] only the gradient is whole.
+    """`compute_divergence`, at most DIVERGENCE_TILE logits of each model at a time, forward and backward:
+    beside the two [N, V] only the gradient is whole.
 
     What lies between the logits and the result is computed again for the gradient.
     """
@@ -71,7 +71,7 @@ def compute_tiled_divergence(
         lambda student, teacher: compute_divergence(student, teacher, beta=beta, temperature=temperature),
         student_logits,
         teacher_logits,
-        rows=max(tile // max(student_logits.shape[-1], 1), 1),
+        vocab_size=student_logits.shape[-1],
     )
 
 
@@ -83,14 +83,13 @@ def compute_linear_divergence(
     *,
     beta: float = 0.5,
     temperature: float = 1.0,
-    tile: int = DIVERGENCE_TILE,
 ) -> Tensor:
     """[N] the same from hidden states [N, H], [N, H'] and heads [V, H], [V, H']: neither model's [N, V]
     logits ever exist as a whole.
 
-    At most `tile` logits of each model at a time, computed again for the gradient, which goes to `hidden` and
-    `weight`. Products are in the precision of what is given; the softmax is in float32 (float64 stays).
-    Raises what `compute_divergence` raises.
+    At most DIVERGENCE_TILE logits of each model at a time, computed again for the gradient, which goes to
+    `hidden` and `weight`. Products are in the precision of what is given; the softmax is in float32 (float64
+    stays). Raises what `compute_divergence` raises.
     """
     if len(weight) != len(teacher_weight):
         raise ValueError(
@@ -104,7 +103,7 @@ def compute_linear_divergence(
         ),
         hidden,
         teacher_hidden.detach(),
-        rows=max(tile // max(len(weight), 1), 1),
+        vocab_size=len(weight),
     )
 
 
@@ -116,7 +115,6 @@ def gkd_loss(
     beta: float = 0.5,
     temperature: float = 1.0,
     unit: LossUnit = "tokens",
-    tile: int = DIVERGENCE_TILE,
 ) -> LossOutput:
     """The divergence of `compute_divergence` at every position of mask [B, T], of logits [B, T, V]; summed,
     in the loss's unit.
@@ -135,33 +133,19 @@ def gkd_loss(
     student, teacher = (
         logits.flatten(0, 1).index_select(0, rows) for logits in (student_logits, teacher_logits)
     )
-    values = compute_tiled_divergence(student, teacher, beta=beta, temperature=temperature, tile=tile)
+    values = compute_tiled_divergence(student, teacher, beta=beta, temperature=temperature)
     token_losses = values.new_zeros(mask.shape).masked_scatter(mask, values)
     metrics = collect_token_metrics({"divergence/mean": token_losses}, mask)
     return LossOutput(*reduce_loss(token_losses, mask, unit), metrics)
 
 
 def _in_tiles(
-    function: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor, *, rows: int
+    function: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor, *, vocab_size: int
 ) -> Tensor:
-    """The function's results [n] for `rows` positions at a time, one after the other."""
+    """The function's results [n], for as many positions at a time as have DIVERGENCE_TILE logits."""
+    rows = max(DIVERGENCE_TILE // max(vocab_size, 1), 1)
     parts = [
-        cast(Tensor, checkpoint(function, one, other, use_reentrant=False, preserve_rng_state=False))
+        checkpoint(function, one, other, use_reentrant=False, preserve_rng_state=False)
         for one, other in zip(first.split(rows), second.split(rows), strict=True)
     ]
     return torch.cat(parts)
-
-
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return (wide / temperature).log_softmax(-1)
-
-
-def _log_mix(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """log(β·e^teacher + (1 − β)·e^student). Where both are -inf it is finite, and not read: logaddexp has a
-    NaN gradient there.
-    """
-    dead = (student == -torch.inf) & (teacher == -torch.inf)
-    return torch.logaddexp(
-        torch.where(dead, 0.0, student) + math.log1p(-beta), torch.where(dead, 0.0, teacher) + math.log(beta)
-    )

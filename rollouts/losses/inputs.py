@@ -36,10 +36,7 @@ class LossInputs:
     def need(self, name: str) -> Tensor:
         """A field. Raises ConfigError where the batch lacks it."""
         values = getattr(self, name)
-        require(
-            values is not None,
-            f"the loss needs {name} and the batch has none; fill RolloutBatch.{name}",
-        )
+        require(values is not None, f"the loss needs {name} and the batch has none; fill RolloutBatch.{name}")
         return values
 
     def need_old(self) -> Tensor:
@@ -228,6 +225,12 @@ def collect_token_metrics(values: Mapping[str, Tensor], mask: Tensor) -> dict[st
         special = {"max": Max(top), "min": Min(low), "ess": EffectiveShare(total, squares, count)}
         metrics[name] = special.get(name.rpartition("/")[2], Mean(total, count))
     return metrics
+
+
+def sum_tokens(losses: Tensor, inputs: LossInputs, unit: str, values: Mapping[str, Tensor]) -> LossOutput:
+    """What reduce_loss makes of the losses of tokens [B, T], and metrics of values [B, T]."""
+    sums = reduce_loss(losses, inputs.mask, unit, inputs.trajectory_tokens)
+    return LossOutput(*sums, collect_token_metrics(values, inputs.mask))
 
 
 def sum_rows(losses: Tensor, values: Mapping[str, Tensor]) -> LossOutput:

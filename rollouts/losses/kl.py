@@ -116,11 +116,7 @@ def compute_batch_kl(
 
 
 def compute_exact_kl(
-    policy_logits: Tensor,
-    ref_logits: Tensor,
-    *,
-    temperature: float = 1.0,
-    weigh: WeighFn | None = None,
+    policy_logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0, weigh: WeighFn | None = None
 ) -> Tensor:
     """[N] Σ_v p_v·(log p_v − log q_v) over the vocabulary of softmax(logits / temperature), both logits [N,
     V]: exact, no sample needed.

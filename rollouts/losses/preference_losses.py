@@ -23,7 +23,7 @@ KTO: responses that are each marked good or bad, without pairs. Axes: B rows. Al
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,15 +85,17 @@ def _compute_exo(margin: Tensor, *, beta: float = 0.1, label_smoothing: float = 
     return right + torch.sigmoid(-logits) * (logsigmoid(-logits) - math.log(label_smoothing))
 
 
-def _compute_cpo(
+def _compute_rpo(
     margin: Tensor,
-    good_mean: Tensor,
+    chosen: Tensor,
+    chosen_lengths: Tensor,
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     nll_weight: float = 1.0,
 ) -> WithMetrics:
-    return _smooth(beta * margin, label_smoothing) - nll_weight * good_mean, {"loss/nll": -good_mean}
+    mean = chosen / chosen_lengths
+    return _smooth(beta * margin, label_smoothing) - nll_weight * mean, {"loss/nll": -mean}
 
 
 def _compute_orpo(good_mean: Tensor, bad_mean: Tensor, *, beta: float = 0.1) -> WithMetrics:
@@ -114,11 +116,7 @@ TABLE: dict[str, Formula] = {
     "dpo": lambda margin, *, beta=0.1, label_smoothing=0.0: _smooth(beta * margin, label_smoothing),
     # DPO's loss plus nll_weight times −π_c/|y_c|, which holds up the chosen one; `loss/nll` is the second
     # part. Iterative RPO, 2404.19733; TRL's rpo_alpha is nll_weight
-    "rpo": (
-        lambda margin, chosen, chosen_lengths, *, beta=0.1, label_smoothing=0.0, nll_weight=1.0: _compute_cpo(
-            margin, chosen / chosen_lengths, beta=beta, label_smoothing=label_smoothing, nll_weight=nll_weight
-        )
-    ),
+    "rpo": _compute_rpo,
     # (−(1 − ε)·log σ(βΔ) + ε·log σ(−βΔ)) / (1 − 2ε): unbiased for DPO's loss when a share ε of the labels is
     # flipped; may be negative. 2403.00409
     "robust_dpo": lambda margin, *, beta=0.1, label_smoothing=0.1: (
@@ -150,9 +148,8 @@ TABLE: dict[str, Formula] = {
     "apo_down": lambda good, margin, *, beta=0.1: torch.sigmoid(beta * good) + torch.sigmoid(-beta * margin),
     # −log σ(β·π_c/|y_c| − β·π_r/|y_r| − γ); γ is the margin to win by. 2405.14734
     "simpo": lambda mean_margin, *, beta=2.0, gamma=1.0: -logsigmoid(beta * mean_margin - gamma),
-    # DPO's loss without a reference, of β(π_c − π_r), plus nll_weight times −π_c/|y_c|; `loss/nll` is the
-    # second part. 2401.08417
-    "cpo": _compute_cpo,
+    # RPO's loss without a reference, of β(π_c − π_r). 2401.08417
+    "cpo": _compute_rpo,
     # −p_c − β·log σ(log odds(p_c) − log odds(p_r)), p = π/|y| the mean log-prob, odds = e^p/(1 − e^p):
     # likelihood and odds ratio. β is the paper's λ and may be 0. 1 − e^p is computed without cancellation; a
     # mean log-prob above −1e-6 counts as −1e-6 in the odds, with no gradient there. `loss/nll` is the first
@@ -214,7 +211,7 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
 
 # --- by name ------------------------------------------------------------------------------------------------
 
-TRL_LOSS_TYPES: dict[str, str] = {
+TRL_LOSS_TYPES = {
     "sigmoid": "dpo",
     "robust": "robust_dpo",
     "ipo": "averaged_ipo",  # TRL divides by the lengths
@@ -240,7 +237,7 @@ def resolve_preference_loss(name: str | PreferenceLoss) -> PreferenceLoss:
             f"preference loss {name!r} is not known; did you mean {ours!r}? So is TRL's named here"
         )
     takes = "fields of rollouts.losses.preference_losses.PairLogProbs"
-    return cast(PreferenceLoss, find_function("preference loss", name, PREFERENCE_LOSSES, takes=takes))
+    return find_function("preference loss", name, PREFERENCE_LOSSES, takes=takes)
 
 
 def compute_preference_loss(pairs: PairLogProbs, loss: str | PreferenceLoss, **params: Any) -> LossOutput:
@@ -375,8 +372,7 @@ def kto_loss(
     """
     check_numbers("kto", beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     require(
-        desirable_weight + undesirable_weight > 0,
-        "kto: both weights are 0; set desirable_weight above 0",
+        desirable_weight + undesirable_weight > 0, "kto: both weights are 0; set desirable_weight above 0"
     )
     check_one_per_pair("kto", log_probs=log_probs, ref_log_probs=ref_log_probs, desirable=desirable)
     good = desirable.bool()

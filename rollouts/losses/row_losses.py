@@ -11,7 +11,7 @@ thread. Axes: B rows, P pairs; rows of a pair stand after each other, chosen fir
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -80,7 +80,7 @@ def make_kto_loss(params: Params, *, num_desirable: int, num_undesirable: int) -
     params they are not read. Where params set neither weight, compute_kto_weights does, from the numbers of
     rows of the whole data. Raises ConfigError if one kind is missing then.
     """
-    given: dict[str, Any] = {"desirable_weight": 1.0, "undesirable_weight": 1.0, **params}
+    given = {"desirable_weight": 1.0, "undesirable_weight": 1.0, **params}
     weights = list(given)[:2]
     if not params.keys() & set(weights):
         try:

@@ -43,12 +43,11 @@ from rollouts.losses.inputs import (
     LossOutput,
     bind_numbers,
     clear_masked,
-    collect_token_metrics,
     compute_log_ratio,
     compute_token_ratio,
-    reduce_loss,
     require,
     select_top_fraction,
+    sum_tokens,
 )
 from rollouts.losses.kl import KlEstimator, compute_kl_penalty
 from rollouts.types import LossUnit
@@ -158,10 +157,7 @@ def _finish(
         gap = compute_log_ratio(inputs.log_probs, inputs.need("rollout_log_probs"))
         parts["loss/mu_penalty"] = terms.mu_penalty_coef * gap.square()
     token_losses = functools.reduce(torch.add, parts.values())
-    return LossOutput(
-        *reduce_loss(token_losses, inputs.mask, unit, inputs.trajectory_tokens),
-        collect_token_metrics(values | parts, inputs.mask),
-    )
+    return sum_tokens(token_losses, inputs, unit, values | parts)
 
 
 def _drop(losses: Tensor, dropped: Tensor, unweighted: Tensor, inputs: LossInputs) -> Tensor:

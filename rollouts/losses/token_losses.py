@@ -1,6 +1,6 @@
 """The two losses of one log-prob: supervised, and the loss whose gradient is known beforehand."""
 
-from rollouts.losses.inputs import LossInputs, LossOutput, clear_masked, collect_token_metrics, reduce_loss
+from rollouts.losses.inputs import LossInputs, LossOutput, clear_masked, sum_tokens
 from rollouts.types import LossUnit
 
 
@@ -9,10 +9,7 @@ def sft_loss(inputs: LossInputs, *, unit: LossUnit = "tokens") -> LossOutput:
     inputs = clear_masked(inputs)
     losses = -inputs.log_probs
     means = {"loss/nll": losses} | ({} if inputs.entropy is None else {"entropy/mean": inputs.entropy})
-    return LossOutput(
-        *reduce_loss(losses, inputs.mask, unit, inputs.trajectory_tokens),
-        collect_token_metrics(means, inputs.mask),
-    )
+    return sum_tokens(losses, inputs, unit, means)
 
 
 def linear_loss(inputs: LossInputs, *, unit: LossUnit = "tokens") -> LossOutput:
@@ -22,5 +19,4 @@ def linear_loss(inputs: LossInputs, *, unit: LossUnit = "tokens") -> LossOutput:
     A = −dL/dlp and LossSpec("linear", unit="constant", constant=1.0). Raises ConfigError without advantages.
     """
     inputs = clear_masked(inputs)
-    losses = -inputs.need("advantages") * inputs.log_probs
-    return LossOutput(*reduce_loss(losses, inputs.mask, unit, inputs.trajectory_tokens), {})
+    return sum_tokens(-inputs.need("advantages") * inputs.log_probs, inputs, unit, {})

@@ -3,14 +3,7 @@
 import torch
 from torch import Tensor
 
-from rollouts.losses.inputs import (
-    LossInputs,
-    LossOutput,
-    check_numbers,
-    clear_masked,
-    collect_token_metrics,
-    reduce_loss,
-)
+from rollouts.losses.inputs import LossInputs, LossOutput, check_numbers, clear_masked, sum_tokens
 from rollouts.types import ExplainedVariance, LossUnit
 
 
@@ -49,9 +42,9 @@ def critic_loss(inputs: LossInputs, *, unit: LossUnit = "tokens", clip: float | 
         means["value/clip_ratio"] = ((values - old).abs() > clip) & (clipped > squares)
         squares = torch.maximum(squares, clipped)
     losses = means["loss/value"] = 0.5 * squares
-    metrics = collect_token_metrics(means, inputs.mask)
-    if metrics:
+    output = sum_tokens(losses, inputs, unit, means)
+    if output.metrics:
         target, missed = (values[inputs.mask].double() for values in (returns, error))
         sums = torch.stack([target, target.square(), missed, missed.square()]).sum(-1).tolist()
-        metrics["value/explained_variance"] = ExplainedVariance(float(len(target)), *sums)
-    return LossOutput(*reduce_loss(losses, inputs.mask, unit, inputs.trajectory_tokens), metrics)
+        output.metrics["value/explained_variance"] = ExplainedVariance(float(len(target)), *sums)
+    return output

@@ -2,21 +2,11 @@
 there.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from rollouts.errors import ConfigError
-from rollouts.models.host_memory import read_free_memory
-
-
-class DeviceMemory(NamedTuple):
-    """Where a run would compute, and what is free there."""
-
-    kind: Literal["cpu", "cuda"]
-    free_bytes: (
-        int | None
-    )  # of the machine, or of the fullest GPU that the run would use; None where nobody knows
 
 
 def choose_device(
@@ -51,17 +41,16 @@ def choose_device(
     return "cuda"
 
 
-def look_at_device(
+def read_free_gpu_memory(
     wanted: Literal["auto", "cpu", "cuda"], *, deterministic: bool = False, local_ranks: int = 1
-) -> DeviceMemory:
-    """choose_device's choice with the memory that is free there. Raises ConfigError as it does, and for a GPU
-    that does not answer.
+) -> int | None:
+    """Bytes free on the fullest GPU of choose_device's choice; None on the CPU. Raises ConfigError as it
+    does, and for a GPU that does not answer.
     """
-    kind = choose_device(wanted, deterministic=deterministic, local_ranks=local_ranks)
-    if kind == "cpu":
-        return DeviceMemory(kind, read_free_memory())
+    if choose_device(wanted, deterministic=deterministic, local_ranks=local_ranks) == "cpu":
+        return None
     try:
-        return DeviceMemory(kind, min(torch.cuda.mem_get_info(index)[0] for index in range(local_ranks)))
+        return min(torch.cuda.mem_get_info(index)[0] for index in range(local_ranks))
     except RuntimeError as error:
         raise ConfigError(
             f"model.device={wanted!r}: a GPU cannot be used ({error}); see what else runs there, or set"
@@ -90,7 +79,7 @@ def find_device(model: torch.nn.Module) -> torch.device:
     memory.
     """
     parameter = next(model.parameters())
-    mesh: Any = getattr(parameter, "device_mesh", None)  # of a DTensor
+    mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
     if mesh is not None and mesh.device_type != parameter.device.type:
         return torch.device(mesh.device_type, torch.accelerator.current_device_index())  # pragma: gpu
     return parameter.device

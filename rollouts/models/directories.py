@@ -33,10 +33,8 @@ LOAD_ERRORS = (
     OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError,
 )  # fmt: skip
 
-for _name in (
-    "torchao",
-    "torch.utils._pytree",
-):  # transformers imports torchao where it is there, which says at length what it does without
+# transformers imports torchao where it is there, which says at length what it does without
+for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
@@ -85,7 +83,7 @@ WHOLE_BYTES = 8 * 2**20  # files up to here are hashed whole
 BLOCKS, BLOCK_BYTES = 32, 64 * 2**10
 
 
-def choose_model_cache(cache_dir: Path | None = None) -> Path:
+def choose_model_cache(cache_dir: Path | None) -> Path:
     """Where made models lie: `cache_dir` if given, else models/ in $ROLLOUTS_CACHE, else in
     ~/.cache/rollouts.
     """

@@ -15,13 +15,7 @@ from rollouts.types import FloatArray, GenerateRequest, IntArray
 
 # How each row samples, one record per row. `drawn` is t: the number of tokens the row has drawn so far.
 DRAW_DTYPE = np.dtype(
-    [
-        ("key", "u8", 2),
-        ("drawn", "u8"),
-        ("temperature", "f4"),
-        ("top_p", "f4"),
-        ("top_k", "i8"),
-    ]
+    [("key", "u8", 2), ("drawn", "u8"), ("temperature", "f4"), ("top_p", "f4"), ("top_k", "i8")]
 )
 
 LARGEST_INVERSE_TEMPERATURE = 1e30  # 0 * inf would be NaN at the largest logit
@@ -33,9 +27,8 @@ class Sampled(NamedTuple):
     """What was drawn for each row."""
 
     token_ids: IntArray  # [B]
-    log_probs: (
-        FloatArray  # [B] nats, of the distribution drawn from; at temperature 0 of the one at temperature 1
-    )
+    # [B] nats, of the distribution drawn from; at temperature 0 of the one at temperature 1
+    log_probs: FloatArray
 
 
 def make_draw(seed: int, request: GenerateRequest) -> NDArray[np.void]:
@@ -87,7 +80,7 @@ def sample_tokens(logits: Tensor, draws: NDArray[np.void]) -> Sampled:
         logits = logits.index_copy(0, rows, logits[rows].masked_fill(~keep, float("-inf")))
     largest = logits.amax(-1, keepdim=True)
     weights = logits - largest
-    scale = None if bool((inverse == 1).all()) else inverse.to(device)
+    scale = None if (inverse == 1).all() else inverse.to(device)
     if scale is not None:
         weights.mul_(scale[:, None])
     weights.exp_()
@@ -123,7 +116,7 @@ def find_top(
     cut = limits > candidates  # those without a top-k
     total = torch.where(cut, scaled.exp().sum(-1, keepdim=True), weights.sum(-1, keepdim=True))
     reached = weights.cumsum(-1) / total  # share of the top-k mass up to and with each candidate
-    if bool((cut & (reached[:, -1:] < mass)).any()):
+    if (cut & (reached[:, -1:] < mass)).any():
         return find_top(scaled, top_k, top_p, candidates=vocab)
     before = torch.nn.functional.pad(reached, (1, -1))
     keep = inside & ((before < mass) | (mass >= 1))

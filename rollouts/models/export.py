@@ -104,11 +104,11 @@ def write_description(
     config.dtype = str(dtype or model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     with quiet_transformers():
-        config.save_pretrained(str(path))
+        config.save_pretrained(path)
         if model.can_generate() and model.generation_config is not None:
-            model.generation_config.save_pretrained(str(path))
+            model.generation_config.save_pretrained(path)
         if tokenizer is not None:
-            tokenizer.save_pretrained(str(path))
+            tokenizer.save_pretrained(path)
 
 
 # --- shards -------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class FileNames:
         self._held: dict[str, Tensor] = {}
         self._buffers: list[tuple[str, Tensor]] = []  # which no stream brings, until they have come
         if model is not None:
-            own: Any = model
+            own = model
             weights, _ = list_weights(model)
             parameters, ignored = dict(model.named_parameters()), own._keys_to_ignore_on_save or ()
             self._buffers = [(n, one) for n, one in weights.items() if n not in {*parameters, *ignored}]
@@ -300,7 +300,7 @@ def find_units(model: PreTrainedModel, in_files: dict[str, str]) -> list[tuple[s
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    conversions: list[Any] | None = getattr(model, "_weight_conversions", None)
+    conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False) or []
     if any(isinstance(one, getattr(loading, "GroupWeightRename", ())) for one in conversions):

@@ -25,15 +25,11 @@ from torch import Tensor
 
 from rollouts.data.packing import make_micro_batches
 from rollouts.errors import ModelError
+from rollouts.losses.logprobs import widen
 from rollouts.models.directories import describe_error, quiet_transformers
 from rollouts.models.layers import evaluation_mode
 from rollouts.models.limits import find_rotary_limit
-from rollouts.models.log_probs import (
-    ForwardPlan,
-    compute_micro_batch_states,
-    score_states,
-    widen,
-)
+from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_states, score_states
 from rollouts.models.packed_attention import SMALL_TILE
 from rollouts.models.scalar_head import HEAD, has_scalar_head, make_probing_directions
 from rollouts.types import IntArray
@@ -99,15 +95,14 @@ class _Probe:
     def __init__(self, model: PreTrainedModel, on_error: Callable[[Exception], None]) -> None:
         rng = np.random.default_rng(0)
         self.model = model
-        self.config: Any = model.config.get_text_config()
+        self.config = model.config.get_text_config()
         self.scalar = has_scalar_head(model)
         self._on_error = on_error
-        embeddings: Any = model.get_input_embeddings()
-        self._vocab_size = int(embeddings.num_embeddings)
+        self._vocab_size = self.config.vocab_size
         first, *others = rng.integers(0, self._vocab_size, (4, OTHER_LENGTH))
         for kept, other in zip((3, LENGTH - 1, 0), others, strict=True):  # tokens in common with the first
             other[:kept], other[kept] = first[:kept], (first[kept] + 1) % self._vocab_size
-        self._rows: list[IntArray] = [first[:LENGTH], *others]
+        self._rows = [first[:LENGTH], *others]
         self._directions: Tensor | None = None  # [D, H] of a scalar head
         self._tolerance = 0.0
 
@@ -251,7 +246,7 @@ class _Probe:
         packed = plan.layout == "packed"
         tokens = self._rows[: 1 if plan.layout == "single" else None]
         masks = [np.arange(len(row)) > 0 for row in tokens]
-        options: dict[str, Any] = {"micro_batch_tokens": 64, "padding_free": packed}
+        options = {"micro_batch_tokens": 64, "padding_free": packed}
         shares = (True, False) if packed else (False,)
         return [make_micro_batches(tokens, masks, share_prefix=share, **options)[0] for share in shares]
 

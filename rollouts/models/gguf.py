@@ -93,9 +93,8 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
                 source,
                 gguf_file=gguf_file.name,
                 dtype=torch.float32,
-                quantization_config=GgufConfig(
-                    dequantize=True
-                ),  # without it the weights stay packed and can neither train nor be saved
+                # else the weights stay packed and can neither train nor be saved
+                quantization_config=GgufConfig(dequantize=True),
                 local_files_only=True,
                 output_loading_info=True,
             )
@@ -112,8 +111,8 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
             f"{gguf_file} lacks {lost[0]} (and {len(lost) - 1} more); use the model's safetensors directory"
         )
     with quiet_transformers():
-        model.save_pretrained(str(folder))
-        tokenizer.save_pretrained(str(folder))
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     _drop_added_tokens(folder, vocab_size=model.get_input_embeddings().weight.shape[0])
 
 

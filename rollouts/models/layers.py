@@ -96,9 +96,7 @@ def checkpoint_layers(model: PreTrainedModel) -> int:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers: list[Any] = [
-        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-    ]
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(
             f"{type(model).__name__} has no layers for gradient checkpointing; set"

@@ -151,7 +151,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int,
     Raises ModelError if the file is not JSON or its ids are not integers.
     """
     own_id: Any = tokenizer.eos_token_id
-    ids: set[Any] = {*find_turn_end_ids(tokenizer), own_id} - {None}
+    ids = {*find_turn_end_ids(tokenizer), own_id} - {None}
     file = path / "generation_config.json"
     if file.is_file():
         with naming_errors(f"{file} cannot be read"):

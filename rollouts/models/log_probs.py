@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollouts.errors import ModelError
-from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
+from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs, widen
 from rollouts.models.devices import find_device
 from rollouts.models.layers import run_twice
 from rollouts.models.limits import RotaryLimit, find_rotary_limit
@@ -118,7 +118,7 @@ def compute_micro_batch_states(
     """The decoder's hidden states [N, H] at the predictors, logits [N, V] for the whole head."""
     device = find_device(model)
     ids = torch.from_numpy(micro_batch.input_ids).to(device)
-    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    inputs = {"input_ids": ids, "use_cache": False}
     packed = None
     # else the model's own mask and positions: causal, counted from 0. Padding comes last, so nobody sees it.
     if not micro_batch.causal:
@@ -127,7 +127,7 @@ def compute_micro_batch_states(
         # a finished mask, which nothing reads
         inputs |= {"attention_mask": torch.zeros((1, 1, 1, 1), device=device), ARGUMENT: packed}
         inputs["position_ids"] = torch.from_numpy(micro_batch.position_ids).to(device)
-    run: Any = model if plan.head == "whole" else model.get_decoder()
+    run = model if plan.head == "whole" else model.get_decoder()
     with torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
         output = run(**inputs)
     if packed is not None and not packed.made:
@@ -136,7 +136,7 @@ def compute_micro_batch_states(
             " something has replaced transformers' 'sdpa' since the model was opened (a kernel library,"
             " set_attn_implementation); do that before, or not at all"
         )
-    states: Tensor = output.logits if plan.head == "whole" else output.last_hidden_state
+    states = output.logits if plan.head == "whole" else output.last_hidden_state
     return states.flatten(0, 1).index_select(0, torch.from_numpy(micro_batch.predictors).to(device))
 
 
@@ -163,11 +163,6 @@ def score_states(
     )
 
 
-def widen(logits: Tensor) -> Tensor:
-    """In float32, or in float64 if they are so."""
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
 def score_logits(
     logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False
 ) -> LinearLogProbs:
@@ -187,7 +182,7 @@ def _score_by_own_head(
     """By what the model itself does after its decoder: bias, scale, soft cap or else. A tile of positions at
     a time; their logits are computed again for the gradient. float32, whatever the decoder ran in.
     """
-    tile = max(OWN_TILE // max(int(model.config.get_text_config().vocab_size), 1), 1)
+    tile = max(OWN_TILE // max(model.config.get_text_config().vocab_size, 1), 1)
 
     def score(states: Tensor, wanted: Tensor) -> LinearLogProbs:
         ids = torch.zeros((1, len(states)), dtype=torch.int64, device=states.device)
@@ -196,7 +191,7 @@ def _score_by_own_head(
             logits = model(input_ids=ids, use_cache=False).logits[0]
         return score_logits(logits, wanted, temperature, entropy_gradient=entropy_gradient)
 
-    parts: list[Any] = [
+    parts = [
         run_twice(score, states, wanted)
         for states, wanted in zip(hidden.split(tile), targets.split(tile), strict=True)
     ]
@@ -220,7 +215,7 @@ class _Answer:
 @contextmanager
 def _decoder_answers(model: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
     """Inside, the model's decoder answers at once with `hidden` [1, N, H]."""
-    decoder: Any = model.get_decoder()
+    decoder = model.get_decoder()
     before = decoder.__dict__.get("forward")
     decoder.forward = lambda *_, **__: _Answer(hidden)
     try:

@@ -230,7 +230,7 @@ def attend_packed(
             find_pieces(row, window, query.dtype) if on_cpu else make_block_mask(row, window, device)
         )
     if on_cpu:
-        found: Any = _Pieces.apply(query, key, value, row.made[window], scale)
+        found = _Pieces.apply(query, key, value, row.made[window], scale)
     else:  # pragma: gpu
         options = {"block_mask": row.made[window], "scale": scale, "enable_gqa": query.shape != key.shape}
         found = _compile_flex()(query, key, value, **options)
@@ -242,7 +242,7 @@ def register_packed_attention() -> None:
     """Models that attend by "sdpa" understand `packed_row` from now on; without it they do what they did."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-    before: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
     # pieces differ from row to row; every row would be a program
     run: Any = torch.compiler.disable(attend_packed)
 

@@ -9,7 +9,6 @@ spaces to 8 bytes, the tensors one after the other. The header is written last, 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from rollouts.errors import ModelError
 CHUNK_BYTES = 16 * 2**20
 LENGTH_BYTES = 8
 ENTRY_BYTES = 256  # room in the header for what it says of one tensor beside its name
-DTYPES: dict[torch.dtype, str] = {
+DTYPES = {
     torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32",
     torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",
@@ -52,7 +51,7 @@ class TensorFile:
                 f"tensor {name!r} has dtype {tensor.dtype}, which files do not hold here; convert it first"
             )
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        content: Any = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+        content = flat.view(torch.uint8).numpy().data if flat.numel() else b""
         with self.path.open("ab") as file:
             for start in range(0, len(content), CHUNK_BYTES):
                 file.write(content[start : start + CHUNK_BYTES])

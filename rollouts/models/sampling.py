@@ -20,11 +20,7 @@ UNLIMITED = 2**62  # the context of a model that states none
 
 
 def sample_completions(
-    model: PreTrainedModel,
-    requests: Sequence[GenerateRequest],
-    *,
-    seed: int = 0,
-    weight_version: int = 0,
+    model: PreTrainedModel, requests: Sequence[GenerateRequest], *, seed: int = 0, weight_version: int = 0
 ) -> list[Completion]:
     """One completion per request, in their order: token ids (the stop token included) and log-probs in nats
     of the distribution drawn from.

@@ -11,10 +11,12 @@ takes the last token's as the score of a sequence.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from rollouts.losses.logprobs import widen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,16 +34,16 @@ def has_scalar_head(model: torch.nn.Module) -> bool:
 
 def get_scalar_weight(model: torch.nn.Module) -> Tensor:
     """The head's weight [1, H]."""
-    return cast(Tensor, getattr(model, HEAD).weight)
+    return getattr(model, HEAD).weight
 
 
 def project_states(states: Tensor, direction: Tensor) -> Tensor:
     """hidden states [N, H] · direction [H], [N]: in float32, in float64 where states are."""
-    wide = torch.float64 if states.dtype == torch.float64 else torch.float32
     with torch.autocast(states.device.type, enabled=False):
         # no view of something larger: FSDP waits for the gradient of what this gives. A copy: where a weight
         # lies in memory changes the rounding
-        return torch.mv(states.to(wide), direction.to(wide, copy=True))
+        wide = widen(states)
+        return torch.mv(wide, direction.to(wide.dtype, copy=True))
 
 
 def make_probing_directions(states: Tensor) -> Tensor:
@@ -62,7 +64,7 @@ def set_padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     One that also ends an answer is not taken: transformers takes the last token that is no padding, and would
     pass over the end of every answer.
     """
-    config: Any = model.config.get_text_config()
+    config = model.config.get_text_config()
     own = None if tokenizer is None else tokenizer.pad_token_id
     if tokenizer and own != tokenizer.eos_token_id and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = own

@@ -67,7 +67,7 @@ def make_meta_model(
 
     check_model_directory(path)
     name, written = find_class(path, head)
-    auto: Any = transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForCausalLM
     labels: dict[str, Any] = {}
     if head == "scalar":
         auto = transformers.AutoModelForSequenceClassification
@@ -105,7 +105,7 @@ def _compute_buffers(model: PreTrainedModel) -> None:
             if name in module._non_persistent_buffers_set:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     with torch.random.fork_rng(devices=[]):
-        cast(Any, model).initialize_weights()
+        model.initialize_weights()
 
 
 # --- shards -------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def _materialize(model: PreTrainedModel, device: torch.device, buffer_device: to
         return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
 
     _, tied = list_weights(model)
-    cast(Any, model)._apply(place)
+    model._apply(place)
     for alias, name in tied.items():  # where a model is not sharded, torch makes a new parameter of each name
         path, _, attribute = alias.rpartition(".")
         setattr(model.get_submodule(path), attribute, model.get_parameter(name))
@@ -290,7 +290,7 @@ def _group(
     renamings = [one for one in conversions if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    prefix, meta = model.base_model_prefix, cast(Any, dict.fromkeys(known, True))
+    prefix, meta = model.base_model_prefix, dict.fromkeys(known, True)
     groups: dict[str, WeightGroup] = {}
     unknown: list[str] = []
     for tensor in sorted(tensors, key=lambda tensor: loading.dot_natural_key(tensor.name)):

@@ -20,10 +20,10 @@ from rollouts.models.tokenizers import END_ID, PAD_ID, START_ID, make_byte_token
 TINY_FORMAT = 1  # in the directory's name; raise it when what is written changes
 TINY_STD = 0.1  # of the weights: context moves log-probs by tenths of a nat, so that a wrong mask shows
 BYTE_STD = 0.02
-HEADS: dict[str, Any] = {
+HEADS = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
 }  # fmt: skip
-SIZES: dict[str, Any] = {
+SIZES = {
     **HEADS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "tie_word_embeddings": True,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # family of transformers, its settings
@@ -48,7 +48,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # family of transformers, its
         },
     ),
 }  # fmt: skip
-TINY_KINDS = tuple(kind for kind in MODELS if kind != "byte")
 
 
 def make_tiny(kind: str, seed: int, cache: Path) -> Path:
@@ -77,7 +76,7 @@ def _write(kind: str, folder: Path, seed: int) -> None:
         # for what a library draws itself, such as the time steps of a state space model
         torch.manual_seed(seed)
         config = getattr(transformers, f"{family}Config")(vocab_size=len(tokenizer), **ids, **settings)
-        model: Any = getattr(transformers, f"{family}ForCausalLM")(config)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
         # our own generator: what the library draws, and in which order, may change between its versions
         generator = torch.Generator().manual_seed(seed)
         std = BYTE_STD if kind == "byte" else TINY_STD

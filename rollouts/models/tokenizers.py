@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -98,7 +98,7 @@ def find_turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         for system in ([], [ChatMessage(role="system", content="system")]):
             with suppress(DataError, ModelError):
                 question = ChatMessage(role="user", content="question")
-                messages = [*system, question, cast(ChatMessage, {"role": "assistant", **answer})]
+                messages = [*system, question, {"role": "assistant", **answer}]
                 template = make_template(messages, tokenizer, NO_PARAMS, None)
                 prompt = template.render(messages[:-1], add_generation_prompt=True)
                 body = template.render(messages).removeprefix(prompt)

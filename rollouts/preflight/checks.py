@@ -97,21 +97,21 @@ def look_at_run(
     """What prepare_run reads; beside what is wrong with it, `findings` has device, memory and work.
     `local_ranks` processes of the run are on this machine.
     """
-    from rollouts.models.devices import look_at_device
+    from rollouts.models.devices import read_free_gpu_memory
 
-    run, device = prepare_run(config, stages, run_dir, findings), None
+    run, gpu_bytes = prepare_run(config, stages, run_dir, findings), None
     with findings.reporting("model.device"):
-        device = look_at_device(
+        gpu_bytes = read_free_gpu_memory(
             config.model.device, deterministic=config.deterministic, local_ranks=local_ranks
         )
-        findings.note("ok", "model.device", "on the CPU" if device.kind == "cpu" else "on a GPU")
+        findings.note("ok", "model.device", "on the CPU" if gpu_bytes is None else "on a GPU")
     present = [stage for stage in stages if getattr(config, stage)]
     with findings.reporting("memory"):
         size = read_model_size(run.base_model) if run.tokenizer else None
         teacher = read_model_size(run.teacher) if run.teacher else None
         if size:
             for stage in present:
-                findings += estimate_memory(run.config, stage, run.prepared, size, device, teacher=teacher)
+                findings += estimate_memory(run.config, stage, run.prepared, size, gpu_bytes, teacher=teacher)
         elif run.tokenizer:
             findings.note(
                 "ok",

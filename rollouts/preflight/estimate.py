@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rollouts.config.schema import REFERENCE_FREE, RunConfig
 from rollouts.errors import ModelError
@@ -20,9 +20,6 @@ from rollouts.models.directories import list_tensors
 from rollouts.models.host_memory import read_free_memory
 from rollouts.preflight.findings import Finding
 from rollouts.preflight.rows import PreparedRows, Rows
-
-if TYPE_CHECKING:
-    from rollouts.models.devices import DeviceMemory
 
 FLOAT_BYTES = 4
 
@@ -74,14 +71,15 @@ def estimate_memory(
     stage: str,
     lengths: PreparedRows,
     size: ModelSize,
-    device: DeviceMemory | None,
+    gpu_bytes: int | None,
     *,
     teacher: ModelSize | None = None,
 ) -> list[Finding]:
     """What a stage holds at its peak against what is free.
 
     On a GPU it is the peak of rank 0's, which has the embedded engine, the reference and the teacher too;
-    with distributed.cpu_offload another finding says what this machine holds. `device` None: on the CPU.
+    with distributed.cpu_offload another finding says what this machine holds. `gpu_bytes`: free on the
+    fullest GPU; None: on the CPU.
     """
     ranks = config.distributed.ranks
     shards = config.distributed.shard_size or ranks
@@ -90,15 +88,15 @@ def estimate_memory(
         parts[f"a teacher's weights 4 x {teacher.parameters / 1e6:.4g}M"] = FLOAT_BYTES * teacher.parameters
     undoes = getattr(getattr(config, stage), "kl_limit", 0) > 0
     whole = _trained_parts(size, undoes=undoes)
-    if device is None or device.kind != "cuda":
+    if gpu_bytes is None:
         return [_compare(f"{stage}: memory", whole | parts, read_free_memory())]
     subject = f"{stage}: memory of a GPU"
     if not config.distributed.cpu_offload:
         parts = _trained_parts(size, shards, undoes=undoes) | parts
-        return [_compare(subject, parts, device.free_bytes)]
+        return [_compare(subject, parts, gpu_bytes)]
     held = {f"{ranks // shards} x {what}": ranks // shards * n for what, n in whole.items()}
     return [
-        _compare(subject, parts, device.free_bytes),
+        _compare(subject, parts, gpu_bytes),
         _compare(f"{stage}: host memory", held, read_free_memory()),
     ]
 

@@ -61,7 +61,7 @@ class PackedWeight(nn.Module):
         torchao, (mapping, *kind) = load_torchao(), CODES[bits]
         size = (1, choose_block(weight.shape[-1], bits))
         rows = weight.detach().float().reshape(-1, size[1])
-        if not bool(torch.isfinite(rows).all()):
+        if not torch.isfinite(rows).all():
             raise ModelError("a weight of the reference model is not finite; copy the model directory again")
         scale, zero = torchao.choose_qparams_affine(
             rows,

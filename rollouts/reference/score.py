@@ -17,12 +17,7 @@ from rollouts.errors import BackendClosed
 from rollouts.models.directories import ModelHead
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model
-from rollouts.models.log_probs import (
-    ForwardPlan,
-    TokenOutputs,
-    compute_micro_batch_outputs,
-    plan_plainly,
-)
+from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs, plan_plainly
 from rollouts.reference.quantize import compare_log_probs, load_torchao, quantize_model, sample_probe
 from rollouts.types import FloatRows, RolloutBatch
 
@@ -145,10 +140,10 @@ async def open_frozen_reference(
         reference.metrics = compare_log_probs(reference.score_now(probe), exact, probe)
         return reference
 
-    reference: FrozenReference | None = None
+    loading = device_thread.submit(load)
     with trio.CancelScope(shield=True):  # a job that has begun goes on, and its model would have no owner
-        reference = await device_thread.submit(load)
-    assert reference is not None
+        await loading
+    reference = await loading
     if metrics := reference.metrics:
         say(
             f"the reference's {dtype} weights change log-probs by"

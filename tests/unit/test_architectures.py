@@ -18,7 +18,7 @@ from rollouts.errors import ModelError
 from rollouts.models.forward_plan import describe_plan, plan_forward
 from rollouts.models.layers import checkpoint_layers
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
-from rollouts.models.tiny import TINY_KINDS
+from rollouts.models.tiny import MODELS
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec, RolloutBatch
 from tests.support.plain_backend import (
@@ -264,7 +264,7 @@ def saved_bytes(model: Any, batch: RolloutBatch) -> tuple[int, dict[str, Tensor]
     return sum(kept.values()), take_gradients(model)
 
 
-@pytest.mark.parametrize("kind", TINY_KINDS)
+@pytest.mark.parametrize("kind", MODELS)
 async def test_gradient_checkpointing_gives_the_same_gradients_for_less_memory(kind: str):
     rng = np.random.default_rng(0)
     batch = RolloutBatch(tokens=(rng.integers(0, 259, 200),), loss_masks=(np.arange(200) > 0,))
@@ -278,7 +278,7 @@ async def test_gradient_checkpointing_gives_the_same_gradients_for_less_memory(k
 # --- files --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", TINY_KINDS)
+@pytest.mark.parametrize("kind", MODELS)
 def test_a_tiny_model_is_a_function_of_its_seed(kind: str, tmp_path: Path):
     paths = [resolve_model(f"tiny:{kind}", cache_dir=tmp_path / str(at), seed=at // 2) for at in range(3)]
     first, again, other = ({file.name: file.read_bytes() for file in path.iterdir()} for path in paths)

@@ -9,11 +9,8 @@ from torch import Tensor
 
 from rollouts.advantages.distillation import align_rows, compute_distillation_advantages
 from rollouts.errors import ConfigError
-from rollouts.losses.distillation import (
-    compute_divergence,
-    compute_linear_divergence,
-    gkd_loss,
-)
+from rollouts.losses import distillation
+from rollouts.losses.distillation import compute_divergence, compute_linear_divergence, gkd_loss
 from rollouts.types import metric_values
 from tests.support.text_tables import cases
 
@@ -79,7 +76,7 @@ def test_a_token_that_only_one_gives_probability_zero_makes_one_direction_infini
     assert float(compute_divergence(student, teacher, beta=beta)) == pytest.approx(expected)
 
 
-def test_tiles_and_heads_give_the_same_values_and_gradients():
+def test_tiles_and_heads_give_the_same_values_and_gradients(monkeypatch: pytest.MonkeyPatch):
     hidden, weight = draw(11, 4).requires_grad_(), draw(9, 4, seed=1).requires_grad_()
     teacher, teacher_weight = draw(11, 6, seed=2).requires_grad_(), draw(9, 6, seed=3)
     options = {"beta": 0.3, "temperature": 0.7}
@@ -87,7 +84,8 @@ def test_tiles_and_heads_give_the_same_values_and_gradients():
     scale = torch.arange(11.0, dtype=torch.float64)
     wanted = torch.autograd.grad((whole * scale).sum(), (hidden, weight))
     for tile in (1, 25, 10_000):
-        found = compute_linear_divergence(hidden, weight, teacher, teacher_weight, tile=tile, **options)
+        monkeypatch.setattr(distillation, "DIVERGENCE_TILE", tile)
+        found = compute_linear_divergence(hidden, weight, teacher, teacher_weight, **options)
         torch.testing.assert_close(found, whole, rtol=1e-12, atol=0)
         grads = torch.autograd.grad((found * scale).sum(), (hidden, weight))
         torch.testing.assert_close(grads, wanted, rtol=1e-10, atol=1e-14)
@@ -97,7 +95,8 @@ def test_tiles_and_heads_give_the_same_values_and_gradients():
 # --- the loss -----------------------------------------------------------------------------------------------
 
 
-def test_gkd_sums_over_the_mask_in_each_unit_and_no_garbage_leaks():
+def test_gkd_sums_over_the_mask_in_each_unit_and_no_garbage_leaks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(distillation, "DIVERGENCE_TILE", 7)
     student, teacher = draw(3, 4, 5), draw(3, 4, 5, seed=1)
     mask = torch.tensor([[True, False, True, True], [False, True, False, False], [False] * 4])
     token_losses = compute_divergence(student.flatten(0, 1), teacher.flatten(0, 1), beta=0.4).reshape(3, 4)
@@ -107,7 +106,7 @@ def test_gkd_sums_over_the_mask_in_each_unit_and_no_garbage_leaks():
     dirty_teacher = torch.where(mask[..., None], teacher, INF)
     expected = {"tokens": (by_tokens, 4), "constant": (by_tokens, 4), "sequences": (by_rows, 2)}
     for unit, wanted in expected.items():
-        output = gkd_loss(dirty_student, dirty_teacher, mask, beta=0.4, unit=unit, tile=7)
+        output = gkd_loss(dirty_student, dirty_teacher, mask, beta=0.4, unit=unit)
         assert (float(output.sum.detach()), output.count) == pytest.approx(wanted, rel=1e-12)
         assert metric_values(output.metrics) == pytest.approx({"divergence/mean": by_tokens / 4})
     clean = student.clone().requires_grad_()

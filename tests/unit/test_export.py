@@ -24,7 +24,7 @@ from rollouts.models.export import (
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.safetensors_file import write_safetensors
 from rollouts.models.sharded import plan_weights
-from rollouts.models.tiny import TINY_KINDS
+from rollouts.models.tiny import MODELS
 from rollouts.testing.torch_contracts import assert_weights_equal
 from tests.support.plain_backend import load_tiny
 from tests.support.text_tables import cases
@@ -62,7 +62,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 @cases("ranks: 0 1 3")
-@pytest.mark.parametrize("kind", TINY_KINDS)
+@pytest.mark.parametrize("kind", MODELS)
 def test_what_is_written_is_what_transformers_writes_and_loads(kind: str, ranks: int, tmp_path: Path):
     """0 ranks: a stream in small shards."""
     model, path = load_tiny(kind), tmp_path / "ours"

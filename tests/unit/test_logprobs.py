@@ -49,9 +49,10 @@ def test_log_probs_entropy_and_gradients_equal_those_of_all_logits(
 ):
     dtype = getattr(torch, precision)
     monkeypatch.setattr(logprobs, "CPU_ROWS", rows)
+    monkeypatch.setattr(logprobs, "CPU_CHUNK", chunk)
     hidden, weight, targets = make(23, 16, 97, scale=scale, dtype=dtype)
     result = linear_logprobs(
-        hidden, weight, targets, temperature=temperature, vocab_chunk=chunk, entropy_gradient=entropy_gradient
+        hidden, weight, targets, temperature=temperature, entropy_gradient=entropy_gradient
     )
     wanted, entropy = slow(hidden, weight, targets, temperature)
     assert result.log_probs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -85,6 +86,7 @@ def test_no_position_gives_empty_output_and_a_zero_gradient():
 
 def test_the_logits_of_all_positions_and_tokens_never_exist_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(logprobs, "CPU_ROWS", 64)
+    monkeypatch.setattr(logprobs, "CPU_CHUNK", 32)
     hidden, weight, targets = make(512, 8, 4096)
     largest = 0
 
@@ -96,6 +98,6 @@ def test_the_logits_of_all_positions_and_tokens_never_exist_at_once(monkeypatch:
             return out
 
     with Watch():
-        both = linear_logprobs(hidden, weight, targets, vocab_chunk=32, entropy_gradient=True)
+        both = linear_logprobs(hidden, weight, targets, entropy_gradient=True)
         (both.log_probs + both.entropy).sum().backward()
     assert largest == 4096 * 8  # the weight's gradient; all logits would be 2,097,152

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -273,7 +273,7 @@ def _key(row: Row) -> bytes:
 
 
 ForwardPath = Literal["compiled", "fast", "cached", "recompute"]
-PATHS: tuple[ForwardPath, ...] = get_args(ForwardPath)
+PATHS = get_args(ForwardPath)
 # Unlike, so that padding and positions are tried; more than a CPU's way with many rows needs; and equal ones,
 # which are one prompt: computed once for two rows, and taken over by the first row, which comes late.
 PROBE_LENGTHS = (13, 8, 11, 5, 9, 2, 12, 7, 10, 8, 13)
@@ -326,7 +326,7 @@ def open_decoder(
             f" max_context to {limit.tokens} or less"
         )
     whole = WholeModel(model, autocast_dtype)
-    config: Any = model.config.get_text_config()
+    config = model.config.get_text_config()
     windows = {getattr(config, name, None) for name in WINDOW_NAMES}  # a prompt leaves each
     longest = min(LONGEST_PROBED_WINDOW + 1, max_context)
     beyond = [window + 2 for window in windows if isinstance(window, int) and 8 < window < longest]

@@ -62,17 +62,15 @@ class FastDecoder:
         """Raises ModelError for what it cannot run: no Llama-like layers, attention that is not full, capped
         logits.
         """
-        model: Any = whole.model
-        config = model.config
+        model = whole.model
         _check(model, max_context=max_context)
         self._whole, self._body, self._head = whole, model.model, model.lm_head
-        self._num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._scaling = float(getattr(self._body.layers[0].self_attn, "scaling", self._head_dim**-0.5))
-        self._gated = [
-            _children(layer.mlp) == MLP_PARTS for layer in self._body.layers
-        ]  # down(act(gate) * up)
-        self._normed = "q_norm" in _children(self._body.layers[0].self_attn)  # over each head's D values
+        attention = self._body.layers[0].self_attn
+        self._head_dim, self._scaling = attention.head_dim, attention.scaling
+        self._num_kv_heads = attention.k_proj.out_features // self._head_dim
+        self._normed = "q_norm" in _children(attention)  # over each head's D values
+        # down(act(gate) * up)
+        self._gated = [_children(layer.mlp) == MLP_PARTS for layer in self._body.layers]
         self._by_columns = (
             whole.device.type == "cpu"
             and whole.dtype == torch.float32
@@ -281,7 +279,7 @@ class WholeModel:
     def __init__(self, model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> None:
         self.model = model
         self.parameters = frozenset(inspect.signature(model.forward).parameters)
-        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.vocab_size: int = model.config.get_text_config().vocab_size
         self.device = next(model.parameters()).device
         self.dtype = autocast_dtype or model.dtype
         self.is_exact = self.dtype in (torch.float32, torch.float64)  # to rounding, for every token
