@@ -18,11 +18,7 @@ from rollouts.evaluation.diversity import compute_distinct_n, compute_self_bleu
 from rollouts.evaluation.evaluate import EvaluationResult, evaluate
 from rollouts.evaluation.intervals import compare_policies, compute_bootstrap_interval
 from rollouts.evaluation.pass_at_k import compute_pass_at_k
-from rollouts.evaluation.policy_metrics import (
-    compute_entropy,
-    compute_policy_divergence,
-    measure_responses,
-)
+from rollouts.evaluation.policy_metrics import compute_entropy, compute_policy_divergence, measure_responses
 from rollouts.generation.generate import make_chat_generate
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
 from rollouts.types import Mean, RolloutBatch, Sample, SamplingParams, Status
