@@ -9,13 +9,7 @@ import pytest
 import trio
 from safetensors.numpy import save_file
 
-from rollouts.config.load import (
-    check_same_run,
-    dump_config,
-    load_config,
-    load_recorded,
-    training_digest,
-)
+from rollouts.config.load import check_same_run, dump_config, load_config, load_recorded, training_digest
 from rollouts.errors import ConfigError, ModelError
 from rollouts.preflight import checks
 from rollouts.preflight.checks import PreparedRun, look_at_run
