@@ -23,12 +23,7 @@ from rollouts.losses import LOSSES, find_own_unit
 from rollouts.preflight.checks import check_loss, check_losses
 from rollouts.preflight.findings import Findings
 from rollouts.testing.fakes import open_fake_backend
-from rollouts.types import (
-    FloatArray,
-    RolloutBatch,
-    Sample,
-    Status,
-)
+from rollouts.types import FloatArray, RolloutBatch, Sample, Status
 from tests.support.text_tables import cases
 from tests.unit.test_loops import rl_config
 
