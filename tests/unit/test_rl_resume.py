@@ -20,11 +20,7 @@ from rollouts.engines.local import open_local_engine
 from rollouts.errors import ConfigError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
-from rollouts.loops.algorithm import (
-    LoopState,
-    count_updates,
-    decode_loop_state,
-)
+from rollouts.loops.algorithm import LoopState, count_updates, decode_loop_state
 from rollouts.loops.rl import run_rl_training
 from rollouts.loops.steps import EncodeState, StepHooks
 from rollouts.models.load import resolve_model
