@@ -145,26 +145,25 @@ def every(value: float, token: str = "") -> Callable[[list[Any]], Any]:
     ]  # fmt: skip
 
 
-SPOILED: dict[Any, list[Callable[[list[Any]], Any]]] = {
-    "vllm": [
-        lambda entries: None,
-        lambda entries: entries[:-1],
-        every(-1.0, "1000"),
-        every(-9999.0),
-        every(0.5),
+@pytest.mark.parametrize(
+    ("kind", "spoil"),
+    [
+        ("vllm", lambda entries: None),
+        ("vllm", lambda entries: entries[:-1]),
+        ("vllm", every(-1.0, "1000")),
+        ("vllm", every(-9999.0)),
+        ("vllm", every(0.5)),
+        ("sglang", lambda triples: [[None, 1000, None]] * len(triples)),
+        ("sglang", lambda triples: []),
     ],
-    "sglang": [lambda triples: [[None, 1000, None]] * len(triples), lambda triples: []],
-}
-
-
-@pytest.mark.parametrize("kind", SPOILED)
+)
 async def test_an_answer_without_the_log_probs_of_the_tokens_is_an_error(
-    kind: Any, path: Path, server: ReferenceServer
+    kind: Any, spoil: Any, path: Path, server: ReferenceServer
 ):
+    server.spoil = spoil
     async with open_scorer(kind, path) as scorer:
-        for server.spoil in SPOILED[kind]:
-            with pytest.raises(ReplyError):
-                await scorer.score(BATCH)
+        with pytest.raises(ReplyError):
+            await scorer.score(BATCH)
 
 
 async def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_an_error(
