@@ -24,7 +24,7 @@ from rollouts.loops.algorithm import (
 from rollouts.loops.rl_batch import add_advantages, measure_kl
 from rollouts.preflight.checks import check_loss
 from rollouts.preflight.functions import load_advantages
-from tests.support.text_tables import cases
+from tests.support.text_tables import cases, read_params
 from tests.unit import test_loops
 from tests.unit.test_rl_batch import batch_of, segmented
 
@@ -63,12 +63,10 @@ def test_what_a_change_does_not_name_stays_as_the_one_before_left_it():
 
 
 def test_another_loss_or_advantage_begins_with_its_default_parameters_and_the_same_one_keeps_its_own():
-    settings = {
-        "loss_params": {"dual_clip": 3.0},
-        "clip_high": 0.28,
-        "advantage": "grpo",
-        "advantage_params": {"ddof": 0},
-    }
+    settings = read_params(
+        "loss_params = { dual_clip = 3.0 }, clip_high = 0.28,"
+        ' advantage = "grpo", advantage_params = { ddof = 0 }'
+    )
     config = rl_config(
         {"from_step": 5, "loss": "gspo", "advantage": "centred"},
         {"from_step": 9, "loss": "ppo_clip"},
