@@ -201,9 +201,17 @@ def change(**fields: Any) -> Callable[[list[Sample]], list[Any]]:
 @pytest.mark.parametrize(
     ("function", "broken", "message"),
     [
-        ("generate", divide, "divide on samples g00000000-s000 to g00000001-s001 raised ZeroDivision"),
+        (
+            "generate",
+            divide,
+            "function divide on samples g00000000-s000 to g00000001-s001 raised ZeroDivision",
+        ),
         ("generate", lambda samples: each()(samples)[1:], "returned no sample g00000000-s000"),
-        ("generate", lambda rows: each()([*rows, replace(rows[0], id="new-000")]), "a sample new-000"),
+        (
+            "generate",
+            lambda rows: each()([*rows, replace(rows[0], id="new-000")]),
+            "returned a sample new-000",
+        ),
         ("generate", lambda samples: [answer(samples[0])] * 4, "returned sample g00000000-s000 twice"),
         ("generate", lambda samples: samples, "as pending; set completed, truncated or failed"),
         ("generate", change(status=Status.ABORTED), "returned sample g00000000-s000 as aborted"),
