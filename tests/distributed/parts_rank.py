@@ -64,13 +64,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[-1])
     ranks = connect(read_launch(os.environ), int(sys.argv[1]), lambda: "cpu").ranks
-    trainer = open_trainer(
-        folder / "model",
-        OptimConfig(),
-        {},
-        ranks,
-        lambda: None,
-    )
+    trainer = open_trainer(folder / "model", OptimConfig(), {}, ranks, lambda: None)
     step(trainer)
     trainer.save(({"steps": 1.0}, None), path=str(folder / "saved"))
     weights: dict[str, torch.Tensor] = {}

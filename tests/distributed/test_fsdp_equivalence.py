@@ -17,14 +17,7 @@ from torch import Tensor
 
 from rollouts.models.load import load_hf_model
 from tests.distributed.job import run_ranks
-from tests.distributed.train_program import (
-    HALF,
-    Case,
-    backend_options,
-    find_model,
-    make_rollouts,
-    train,
-)
+from tests.distributed.train_program import HALF, Case, backend_options, find_model, make_rollouts, train
 from tests.support.plain_backend import compute_difference, open_backend
 
 pytestmark = pytest.mark.slow

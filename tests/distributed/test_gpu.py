@@ -17,7 +17,7 @@ from rollouts.ranks.channel import NoOtherRanks
 from rollouts.testing.torch_contracts import make_batch
 from tests.distributed.one_rank import GRPO, Trained, open_one_rank, train
 from tests.support.plain_backend import compute_difference
-from tests.support.text_tables import cases
+from tests.support.text_tables import cases, read_cells, read_params
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,21 +28,21 @@ pytestmark = [
 ]
 OPTIONS: dict[str, Any] = {"optim": OptimConfig(lr=1e-4), "total_steps": 10, "micro_batch_tokens": 64}
 TOLERANCE = {"off": 1e-4, "bfloat16": 3e-2}  # of norms: sums in another order; products of 8 bits
-CASES: dict[str, dict[str, Any]] = {
-    "float32": {},
-    "bfloat16": {"autocast": "bfloat16"},
-    "checkpointing": {"gradient_checkpointing": True},
-    "compile": {"compile_backend": "inductor"},
-    "compile and checkpointing in bfloat16": {
-        "compile_backend": "inductor", "gradient_checkpointing": True, "autocast": "bfloat16"
-    },
-    "reduce each micro-batch": {"reduce_each_micro_batch": True},
-    "offload": {"cpu_offload": True},
-    "all": {
-        "autocast": "bfloat16", "gradient_checkpointing": True, "compile_backend": "inductor",
-        "cpu_offload": True, "reduce_each_micro_batch": True,
-    },
-}  # fmt: skip
+CASES = {
+    name: read_params(options)
+    for name, options in read_cells("""
+        float32                               |
+        bfloat16                              | autocast = "bfloat16"
+        checkpointing                         | gradient_checkpointing = true
+        compile                               | compile_backend = "inductor"
+        compile and checkpointing in bfloat16 | compile_backend = "inductor", gradient_checkpointing = true, \
+autocast = "bfloat16"
+        reduce each micro-batch               | reduce_each_micro_batch = true
+        offload                               | cpu_offload = true
+        all                                   | autocast = "bfloat16", gradient_checkpointing = true, \
+compile_backend = "inductor", cpu_offload = true, reduce_each_micro_batch = true
+    """)
+}
 
 
 @pytest.fixture

@@ -28,13 +28,7 @@ import trio.testing
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines.fleet import open_fleet
 from rollouts.engines.fleet_members import Member
-from rollouts.errors import (
-    FleetDown,
-    InfrastructureError,
-    NotEnoughSamples,
-    StalenessError,
-    WeightSyncError,
-)
+from rollouts.errors import FleetDown, InfrastructureError, NotEnoughSamples, StalenessError, WeightSyncError
 from rollouts.filters import reward_std
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate

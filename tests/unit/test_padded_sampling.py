@@ -126,10 +126,11 @@ def test_a_chat_generator_answers_in_the_chat_template():
 
 def make_batch() -> RolloutBatch:
     """Two rows of different length; the second has a masked token between trained ones."""
+    masks = [0, 0, 1, 0, 1], [0, 1, 1]
     return RolloutBatch(
-        tokens=(np.asarray([65, 66, 67, 68, 69]), np.asarray([70, 71, 72])),
-        loss_masks=(np.asarray([0, 0, 1, 0, 1], np.bool_), np.asarray([0, 1, 1], np.bool_)),
-        rollout_log_probs=tuple(np.full(count, -5.0, np.float32) for count in (5, 3)),
+        tokens=(np.arange(65, 70), np.arange(70, 73)),
+        loss_masks=tuple(np.asarray(mask, np.bool_) for mask in masks),
+        rollout_log_probs=tuple(np.full(len(mask), -5.0, np.float32) for mask in masks),
         temperature=0.7,
     )
 

@@ -87,22 +87,20 @@ def test_a_misspelt_built_in_function_gets_the_nearest_name(tmp_path: Path):
         load_function("check_evn", role="filter", base_dir=tmp_path, built_in={"check_even": len})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "raise ValueError('boom')",
-        "import sys; sys.exit(3)",
-        "def f(:",
-        "import no_such_package",
-        "raise KeyboardInterrupt",
-        "class E(Exception):\n    def __str__(self): return 1 / 0\nraise E",
-    ],
-)
+@cases(r"""
+text
+raise ValueError('boom')
+import sys; sys.exit(3)
+def f(:
+import no_such_package
+raise KeyboardInterrupt
+class E(Exception):\n    def __str__(self): return 1 / 0\nraise E
+""")
 @pytest.mark.parametrize("name", ["raising_plugin:score", "raising_plugin.py:score"])
 def test_whatever_an_import_raises_is_kept_as_the_cause_and_may_be_corrected(
     write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str
 ):
-    write(text, "raising_plugin.py")
+    write(text.replace("\\n", "\n"), "raising_plugin.py")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     with pytest.raises(PlugInError, match=r"importing .*raising_plugin.* failed") as caught:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,12 @@ from rollouts.evaluation.diversity import compute_distinct_n, compute_self_bleu
 from rollouts.evaluation.evaluate import EvaluationResult, evaluate
 from rollouts.evaluation.intervals import compare_policies, compute_bootstrap_interval
 from rollouts.evaluation.pass_at_k import compute_pass_at_k
-from rollouts.evaluation.policy_metrics import (
-    compute_entropy,
-    compute_policy_divergence,
-    measure_responses,
-)
+from rollouts.evaluation.policy_metrics import compute_entropy, compute_policy_divergence, measure_responses
 from rollouts.generation.generate import make_chat_generate
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
 from rollouts.types import Mean, RolloutBatch, Sample, SamplingParams, Status
 from tests.support.fake_tokenizer import FakeTokenizer
-
-INF, NAN = float("inf"), float("nan")
+from tests.support.text_tables import cases
 
 
 def logs(*rows: list[float]) -> Tensor:
@@ -59,7 +54,7 @@ def test_divergences_and_entropies_match_the_numbers_worked_by_hand():
 
 
 def test_entropy_runs_from_zero_to_log_v_and_bears_impossible_tokens():
-    found = compute_entropy(torch.tensor([[0.0, -INF], [3.0, 3.0], [0.0, 50.0]]))
+    found = compute_entropy(torch.tensor([[0.0, -math.inf], [3.0, 3.0], [0.0, 50.0]]))
     assert found.tolist() == pytest.approx([0.0, math.log(2), 0.0], abs=1e-6)
     assert compute_entropy(logs([0.5, 0.3, 0.2]), temperature=1e6).item() == pytest.approx(math.log(3))
 
@@ -128,26 +123,21 @@ def test_pairing_by_prompt_sees_a_difference_that_hard_prompts_would_hide():
     assert found.num_prompts == 100
 
 
-@pytest.mark.parametrize(
-    ("call", "named"),
-    [
-        (lambda: compute_bootstrap_interval([1.0, NAN], seed=0), r"values\[1\] is nan"),
-        (lambda: compute_bootstrap_interval([], seed=0), r"shape \(0,\)"),
-        (lambda: compute_bootstrap_interval([1.0], seed=0, confidence=1.0), r"confidence=1\.0"),
-        (
-            lambda: compare_policies([1.0, 2.0], [1.0], seed=0),
-            "2 values of the first policy, 1 of the second",
-        ),
-        (lambda: compute_pass_at_k(4, 5, 1), "must"),
-        (lambda: compute_pass_at_k(4, 1, 5), "must"),
-        (lambda: compute_pass_at_k(4, 1, 0), "must"),
-        (lambda: compute_distinct_n(["a"], 0), "n=0"),
-        (lambda: compute_self_bleu([[1]]), "1 responses"),
-    ],
-)
-def test_what_cannot_be_estimated_is_named(call: Callable[[], object], named: str):
+@cases(r"""
+function                   | arguments            | options                    | named
+compute_bootstrap_interval | [[1.0, NaN]]         | seed = 0                   | values\[1\] is nan
+compute_bootstrap_interval | [[]]                 | seed = 0                   | shape \(0,\)
+compute_bootstrap_interval | [[1.0]]              | seed = 0, confidence = 1.0 | confidence=1\.0
+compare_policies           | [[1.0, 2.0], [1.0]] | seed = 0 | 2 values of the first policy, 1 of the second
+compute_pass_at_k          | [4, 5, 1]            |                            | must
+compute_pass_at_k          | [4, 1, 5]            |                            | must
+compute_pass_at_k          | [4, 1, 0]            |                            | must
+compute_distinct_n         | [["a"], 0]           |                            | n=0
+compute_self_bleu          | [[[1]]]              |                            | 1 responses
+""")
+def test_what_cannot_be_estimated_is_named(function: str, arguments: Any, options: dict, named: str):
     with pytest.raises(ValueError, match=named):
-        call()
+        globals()[function](*arguments, **options)
 
 
 ROWS = [{"prompt": str(number), "answer": str(number)} for number in range(10)]

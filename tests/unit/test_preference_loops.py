@@ -17,18 +17,11 @@ from torch.nn.functional import logsigmoid
 from rollouts.config.schema import PreferenceTrainingConfig
 from rollouts.config.tables import DataSourceConfig, OptimConfig
 from rollouts.data.mixture import make_mixture, select_samples
-from rollouts.data.samples import (
-    PreferenceSample,
-    SFTSample,
-)
+from rollouts.data.samples import PreferenceSample, SFTSample
 from rollouts.errors import ConfigError, PlugInError, UserFunctionError
 from rollouts.generation.samples import convert_to_batch
 from rollouts.loops.pairs import train_on_pairs
-from rollouts.loops.preference import (
-    evaluate_preferences,
-    run_preference_training,
-    score_samples,
-)
+from rollouts.loops.preference import evaluate_preferences, run_preference_training, score_samples
 from rollouts.loops.steps import on_thread
 from rollouts.losses.inputs import LossOutput
 from rollouts.losses.row_losses import (
@@ -213,10 +206,7 @@ async def train_pairs(
 
 @cases("loss: dpo ipo simpo orpo")
 async def test_three_steps_are_those_of_plain_autograd(loss):
-    samples, config = (
-        make_pairs(6),
-        config_of(loss=loss),
-    )
+    samples, config = (make_pairs(6), config_of(loss=loss))
     reference, plain = reference_model(), make_model()
 
     def loss_of(model: Any, step: int) -> Tensor:
@@ -287,12 +277,7 @@ async def test_kto_is_the_plain_one_with_the_whole_batchs_reference_point_and_ba
     # 6 desirable, 3 undesirable: 2 times as many, so the undesirable weigh 2 / (4/3) = 1.5
 
     def loss_of(model: Any, step: int) -> Tensor:
-        return plain_kto_loss(
-            model,
-            reference,
-            select_samples(make_mixture(samples), 5, step, 0),
-            (1.0, 1.5),
-        )
+        return plain_kto_loss(model, reference, select_samples(make_mixture(samples), 5, step, 0), (1.0, 1.5))
 
     losses = train_plainly(plain, loss_of, 3)
     trained, history = await train_pairs(config, samples, reference=PlainReference(reference))

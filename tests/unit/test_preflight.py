@@ -9,13 +9,7 @@ import pytest
 import trio
 from safetensors.numpy import save_file
 
-from rollouts.config.load import (
-    check_same_run,
-    dump_config,
-    load_config,
-    load_recorded,
-    training_digest,
-)
+from rollouts.config.load import check_same_run, dump_config, load_config, load_recorded, training_digest
 from rollouts.errors import ConfigError, ModelError
 from rollouts.preflight import checks
 from rollouts.preflight.checks import PreparedRun, look_at_run
@@ -279,8 +273,11 @@ def test_every_function_that_is_missing_or_wrong_is_found(house, key):
 # --- a trial call -------------------------------------------------------------------------------------------
 
 
-RAISING = SCORE.replace("'answer'", "'gold'")
-ENDLESS = "import trio\n" + SCORE.replace("return group", "await trio.sleep_forever(); return group")
+SOURCES = {
+    "good": SCORE,
+    "raises": SCORE.replace("'answer'", "'gold'"),
+    "endless": "import trio\n" + SCORE.replace("return group", "await trio.sleep_forever(); return group"),
+}
 ANSWERS = """
 good | ok eval.reward: called with the response 'c': 1
 good | ok rl.rollout.reward: called with the response 'b': 1
@@ -294,13 +291,9 @@ endless | error rl.rollout.filters: filter keep on group 0 (prompt row-0) took l
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "source"),
-    [("good", SCORE), ("raises", RAISING), ("endless", ENDLESS)],
-    ids=lambda value: value[:7],
-)
-def test_functions_are_called_once_and_their_answers_shown(house, kind: str, source: str):
-    (house / "r.py").write_text(source, encoding="utf-8")
+@pytest.mark.parametrize("kind", SOURCES)
+def test_functions_are_called_once_and_their_answers_shown(house, kind: str):
+    (house / "r.py").write_text(SOURCES[kind], encoding="utf-8")
     text = RL.replace("steps = 1", 'steps = 1\ncurriculum = "r.py:curriculum"') + FILTERS
     text += 'ranker = "reward_std"\nover_sampling = 2.0\n' + CALLED
     text = text.replace("[rl.rollout]", "[rl.rollout]\nreward_timeout_s = 0.2")

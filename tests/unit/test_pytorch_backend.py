@@ -26,7 +26,7 @@ from rollouts.testing.torch_contracts import SFT, make_batch
 from rollouts.types import LossSpec, Mean, OptimParams
 from tests.support import backend_checks, plain_backend
 from tests.support.plain_backend import assert_gradients_close, take_gradients
-from tests.support.text_tables import cases
+from tests.support.text_tables import cases, read_cells, read_params
 
 torch.set_num_threads(1)
 SEEN: list[LossInputs] = []
@@ -47,14 +47,15 @@ def open_backend(**options: Any) -> AbstractAsyncContextManager[Any]:
 
 
 FORMS = {
-    "one padded micro-batch": {"share_prefix": False, "micro_batch_tokens": 10_000},
-    "a micro-batch per row": {"share_prefix": False, "micro_batch_tokens": 1},
-    "some micro-batches": {"share_prefix": False, "micro_batch_tokens": 30},
-    "shared prefix": {"share_prefix": True, "micro_batch_tokens": 10_000},
-    "shared prefix in micro-batches": {"share_prefix": True, "micro_batch_tokens": 24},
+    name: read_params(options)
+    for name, options in read_cells("""
+        one padded micro-batch         | share_prefix = false, micro_batch_tokens = 10_000
+        a micro-batch per row          | share_prefix = false, micro_batch_tokens = 1
+        some micro-batches             | share_prefix = false, micro_batch_tokens = 30
+        shared prefix                  | share_prefix = true, micro_batch_tokens = 10_000
+        shared prefix in micro-batches | share_prefix = true, micro_batch_tokens = 24
+    """)
 }
-
-
 SPECS = {
     "tokens": LossSpec("reinforce"),
     "sequences": LossSpec("reinforce", unit="sequences"),

@@ -9,11 +9,7 @@ from rollouts.backends.fsdp import find_directory
 from rollouts.errors import BackendError, ConfigError, RunDirError
 from rollouts.models.directories import BLOCK_BYTES, BLOCKS, WHOLE_BYTES, compute_model_digests
 from rollouts.ranks.launch import Launch
-from rollouts.ranks.meet import (
-    decode_error,
-    encode_error,
-    init_group,
-)
+from rollouts.ranks.meet import decode_error, encode_error, init_group
 
 LARGE = WHOLE_BYTES + 10 * 2**20
 

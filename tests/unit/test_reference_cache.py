@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,24 +70,24 @@ class Memory:
         return aclosing(ReferenceCache(self.budget, self.measure, self.open_model))
 
 
-def same(*names: str, size: int = 4) -> dict[str, ModelSize]:
-    return {name: ModelSize(size, size) for name in names}
+def same(*names: str) -> dict[str, ModelSize]:
+    return {name: ModelSize(4, 4) for name in names}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "names"),
-    [({"a": ModelSize(9, 9)}, ["a"]), ({"a": ModelSize(2, 9)}, ["a"]), (same("a", "b", size=5), ["a", "b"])],
-    ids=["too big", "too big while it loads", "too big together"],
-)
-async def test_what_can_never_fit_is_refused_and_nothing_is_given_up_for_it(
-    sizes: dict[str, ModelSize], names: list[str]
-):
-    memory = Memory({**sizes, **same("small")}, 8)
+@cases("""
+sizes                      | …
+{"a": [9, 9]}              | too big
+{"a": [2, 9]}              | too big while it loads
+{"a": [5, 5], "b": [5, 5]} | too big together
+""")
+async def test_what_can_never_fit_is_refused_and_nothing_is_given_up_for_it(sizes: Any):
+    large = {name: ModelSize(*size) for name, size in sizes.items()}
+    memory = Memory(large | same("small"), 8)
     async with memory.open() as cache:
         async with cache.lease("small"):
             pass
         with pytest.raises(ConfigError, match="budget_bytes is 8"):
-            async with cache.lease(*names):
+            async with cache.lease(*sizes):
                 pass
         assert set(memory.live) == {"small"}
 

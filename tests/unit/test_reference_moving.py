@@ -18,12 +18,7 @@ from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import BackendError, CheckpointError
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model, resolve_model
-from rollouts.reference.moving import (
-    STATE_FILE,
-    MovingReference,
-    UpdateRule,
-    open_moving_reference,
-)
+from rollouts.reference.moving import STATE_FILE, MovingReference, UpdateRule, open_moving_reference
 from rollouts.reference.score import score_batch
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec

@@ -148,11 +148,7 @@ def test_known_values_of_the_bias():
     batch = RolloutBatch(tokens=(np.arange(3), np.arange(2)), loss_masks=masks)
     exact, rough = floats([0, -1.0, 0], [0, -2.0]), floats([9, -1.5, 9], [9, -1.9])
     assert compare_log_probs(rough, exact, batch) == pytest.approx(
-        {
-            "reference/kl_bias": 0.2,
-            "reference/log_prob_error/mean": 0.3,
-            "reference/log_prob_error/max": 0.5,
-        },
+        {"reference/kl_bias": 0.2, "reference/log_prob_error/mean": 0.3, "reference/log_prob_error/max": 0.5},
         abs=1e-6,
     )
     with pytest.raises(DataError, match="train no token"):

@@ -16,13 +16,7 @@ import pytest
 
 from rollouts.errors import ConfigError, DataError, UserFunctionError
 from rollouts.rewards import code as code_module
-from rollouts.rewards.code import (
-    Isolation,
-    Limits,
-    describe_isolation,
-    extract_code,
-    make_code_reward,
-)
+from rollouts.rewards.code import Isolation, Limits, describe_isolation, extract_code, make_code_reward
 from rollouts.types import RewardResult, Sample
 from tests.support.processes import find_processes
 from tests.support.text_tables import cases

@@ -51,10 +51,7 @@ def find(name: str) -> Any:
 exact_any_case, fuzzy_any_case = (partial(one, ignore_case=True) for one in (exact_match, fuzzy_match))
 tolerant, lines = partial(numeric_match, tolerance=0.001), make_format_reward("a.b")
 characters = make_length_target(target=4, width=4, unit="characters")
-cut, apples = (
-    make_length_cutoff(most=2, unit="words"),
-    make_extracted(numeric_match, "[0-9]+ apples"),
-)
+cut, apples = (make_length_cutoff(most=2, unit="words"), make_extracted(numeric_match, "[0-9]+ apples"))
 relative, absolute = make_numeric_reward(relative=0.1), make_numeric_reward(absolute=0.5)
 larger = make_numeric_reward(relative=0.1, absolute=0.5)
 tags, some_tags = make_tags_reward(["plan", "code"]), make_tags_reward(["plan", "code"], partial=True)

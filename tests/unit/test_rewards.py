@@ -30,20 +30,14 @@ ENGINE, NO_SAMPLING = ScriptedEngine(), SamplingParams(max_new_tokens=1)
 
 # each kind of function: how it is called, and how its errors call it when its name is "user"
 CALLS: dict[str, tuple[Any, str]] = {
-    "reward": (
-        lambda function, **options: call_reward(function, SAMPLE, **options),
-        "reward function user on sample g0-s0",
-    ),
+    "reward": (functools.partial(call_reward, sample=SAMPLE), "reward function user on sample g0-s0"),
     "group": (
-        lambda function, **options: call_group_reward(function, [SAMPLE, SAMPLE], **options),
+        functools.partial(call_group_reward, samples=[SAMPLE, SAMPLE]),
         "group reward function user on the group of sample g0-s0",
     ),
-    "filter": (
-        lambda function, **options: call_filter(function, GROUP, **options),
-        r"filter user on group 3 \(prompt row-7\)",
-    ),
+    "filter": (functools.partial(call_filter, group=GROUP), r"filter user on group 3 \(prompt row-7\)"),
     "generate": (
-        lambda function: call_generate(function, SAMPLE, ENGINE, NO_SAMPLING),
+        functools.partial(call_generate, sample=SAMPLE, engine=ENGINE, sampling=NO_SAMPLING),
         "generate function user on sample g0-s0",
     ),
 }

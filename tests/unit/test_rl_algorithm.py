@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from rollouts.config.schema import RLTrainingConfig
-from rollouts.config.tables import DataSourceConfig, RolloutConfig
 from rollouts.errors import CheckpointError, ConfigError, PlugInError
 from rollouts.loops.algorithm import (
     LoopState,
@@ -25,18 +24,13 @@ from rollouts.loops.algorithm import (
 from rollouts.loops.rl_batch import add_advantages, measure_kl
 from rollouts.preflight.checks import check_loss
 from rollouts.preflight.functions import load_advantages
-from tests.support.text_tables import cases
+from tests.support.text_tables import cases, read_params
+from tests.unit import test_loops
 from tests.unit.test_rl_batch import batch_of, segmented
-
-DATA = DataSourceConfig(kind="jsonl", path="unused.jsonl")
 
 
 def rl_config(*changes: Mapping[str, object], **settings: object) -> RLTrainingConfig:
-    rollout = RolloutConfig(num_prompts=2, samples_per_prompt=2, max_new_tokens=8)
-    tables = [dict(change) for change in changes]
-    return RLTrainingConfig.model_validate(
-        {"data": DATA, "steps": 100, "rollout": rollout, "changes": tables, **settings}
-    )
+    return test_loops.rl_config(steps=100, changes=[*changes], **settings)
 
 
 def coefs(config: RLTrainingConfig, *steps: int) -> list[float]:
@@ -64,23 +58,15 @@ def test_what_a_change_does_not_name_stays_as_the_one_before_left_it():
     seen = [choose_algorithm(config, step, LoopState(config.kl_coef)) for step in (9, 10, 19, 20, 99)]
     assert [algorithm.change for algorithm in seen] == [0, 1, 1, 2, 2]
     assert [algorithm.loss.params["clip_high"] for algorithm in seen] == [0.2, 0.3, 0.3, 0.3, 0.3]
-    assert [algorithm.loss.unit for algorithm in seen] == [
-        "tokens",
-        "tokens",
-        "tokens",
-        "sequences",
-        "sequences",
-    ]
+    assert [algorithm.loss.unit for algorithm in seen] == ["tokens"] * 3 + ["sequences"] * 2
     assert {algorithm.loss.params["clip_low"] for algorithm in seen} == {0.1}
 
 
 def test_another_loss_or_advantage_begins_with_its_default_parameters_and_the_same_one_keeps_its_own():
-    settings = {
-        "loss_params": {"dual_clip": 3.0},
-        "clip_high": 0.28,
-        "advantage": "grpo",
-        "advantage_params": {"ddof": 0},
-    }
+    settings = read_params(
+        "loss_params = { dual_clip = 3.0 }, clip_high = 0.28,"
+        ' advantage = "grpo", advantage_params = { ddof = 0 }'
+    )
     config = rl_config(
         {"from_step": 5, "loss": "gspo", "advantage": "centred"},
         {"from_step": 9, "loss": "ppo_clip"},

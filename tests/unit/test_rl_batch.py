@@ -23,12 +23,7 @@ from rollouts.losses import LOSSES, find_own_unit
 from rollouts.preflight.checks import check_loss, check_losses
 from rollouts.preflight.findings import Findings
 from rollouts.testing.fakes import open_fake_backend
-from rollouts.types import (
-    FloatArray,
-    RolloutBatch,
-    Sample,
-    Status,
-)
+from rollouts.types import FloatArray, RolloutBatch, Sample, Status
 from tests.support.text_tables import cases
 from tests.unit.test_loops import rl_config
 
@@ -36,13 +31,12 @@ from tests.unit.test_loops import rl_config
 def batch_of(rewards: list[float], *, groups: Any = None, versions: Any = None) -> RolloutBatch:
     """Of the group 7 and of version 0, unless told otherwise."""
     count = len(rewards)
-    mask = np.asarray([False, True, True])
     return RolloutBatch(
-        tokens=tuple(np.asarray([1, 2, 3]) for _ in range(count)),
-        loss_masks=(mask,) * count,
+        tokens=(np.arange(1, 4),) * count,
+        loss_masks=(np.arange(3) > 0,) * count,
         rewards=np.asarray(rewards, np.float32),
         group_indices=np.asarray(groups or [7] * count),
-        rollout_log_probs=tuple(np.asarray([0.0, -1.0, -2.0], np.float32) for _ in range(count)),
+        rollout_log_probs=(-np.arange(3, dtype=np.float32),) * count,
         weight_versions=tuple(np.asarray([-1, version, version + 1]) for version in versions or [0] * count),
     )
 

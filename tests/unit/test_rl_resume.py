@@ -3,6 +3,7 @@ that was not stopped.
 """
 
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,18 +13,14 @@ import numpy as np
 import pytest
 
 from rollouts.backends.open import open_pytorch_backend
-from rollouts.config.schema import AlgorithmChange, RLTrainingConfig
-from rollouts.config.tables import DataSourceConfig, OptimConfig, RolloutConfig
+from rollouts.config.schema import RLTrainingConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines.local import open_local_engine
 from rollouts.errors import ConfigError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
-from rollouts.loops.algorithm import (
-    LoopState,
-    count_updates,
-    decode_loop_state,
-)
+from rollouts.loops.algorithm import LoopState, count_updates, decode_loop_state
 from rollouts.loops.rl import run_rl_training
 from rollouts.loops.steps import EncodeState, StepHooks
 from rollouts.models.load import resolve_model
@@ -33,18 +30,18 @@ from rollouts.types import Sample, SamplingParams
 from tests.support.fake_tokenizer import FakeTokenizer
 from tests.support.text_tables import cases
 
-CONFIG = RLTrainingConfig(
-    data=[DataSourceConfig(kind="jsonl", path="unused.jsonl")],
-    steps=6,
-    rollout=RolloutConfig(num_prompts=3, samples_per_prompt=3, max_new_tokens=6),
-    optim=OptimConfig(lr=1e-2, schedule="cosine"),
-    kl_coef=0.1,
-    kl_control="proportional(target=0.05, horizon=50)",
-    updates_per_batch=2,
-    minibatches=2,
-    changes=[
-        AlgorithmChange(from_step=4, loss="gspo", normalise_by="sequences", advantage="centred"),
-    ],
+CONFIG = RLTrainingConfig.model_validate(
+    tomllib.loads("""
+steps = 6
+kl_coef = 0.1
+kl_control = "proportional(target=0.05, horizon=50)"
+updates_per_batch = 2
+minibatches = 2
+data = [{ kind = "jsonl", path = "unused.jsonl" }]
+rollout = { num_prompts = 3, samples_per_prompt = 3, max_new_tokens = 6 }
+optim = { lr = 1e-2, schedule = "cosine" }
+changes = [{ from_step = 4, loss = "gspo", normalise_by = "sequences", advantage = "centred" }]
+""")
 )
 
 
@@ -180,14 +177,9 @@ async def test_updates_beyond_the_kl_limit_change_no_weight_and_the_run_goes_on(
 
 async def test_a_resumed_run_under_a_controller_must_be_given_its_coefficient(tmp_path: Path):
     unused: Any = None
+    said = r"rl\.kl_control='proportional.*' after 3 steps needs the coefficient it had come to; pass state="
     async with open_fake_backend() as backend:
-        with pytest.raises(
-            ConfigError,
-            match=(
-                r"rl\.kl_control='proportional.*' after 3 steps needs the coefficient it had come to; pass"
-                r" state="
-            ),
-        ):
+        with pytest.raises(ConfigError, match=said):
             await run_rl_training(
                 backend, unused, unused, [], CONFIG, Rows(), sync_weights=unused, completed_steps=3
             )

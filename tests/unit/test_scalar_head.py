@@ -4,7 +4,6 @@ process.
 
 import dataclasses
 import inspect
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +24,12 @@ from rollouts.models.scalar_head import get_scalar_weight, has_scalar_head, set_
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec, RolloutBatch
-from tests.support import backend_checks, plain_backend
+from tests.support import plain_backend
 from tests.support.plain_backend import assert_gradients_close, save_scalar, take_gradients
 from tests.support.text_tables import cases
 from tests.unit.test_architectures import FORMS
+from tests.unit.test_models import edit_json
+from tests.unit.test_pytorch_backend import CONTRACT
 
 torch.set_num_threads(1)
 KINDS = ("llama", "qwen3", "gemma", "moe")
@@ -67,10 +68,6 @@ def slow_values(model: Any, batch: RolloutBatch) -> list[Tensor]:
         states = model.base_model(input_ids=ids[None]).last_hidden_state[0]
         rows.append(torch.cat([states.new_zeros(1), model.score(states)[:-1, 0]]))
     return rows
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 # --- loading ------------------------------------------------------------------------------------------------
@@ -207,17 +204,10 @@ def test_a_model_that_sees_others_or_the_future_is_found_out_though_its_head_is_
 # --- the backend of one process -----------------------------------------------------------------------------
 
 
-CHECKS: dict[str, Callable[..., Any]] = {
-    name: check
-    for name, check in {**vars(contract), **vars(backend_checks)}.items()
-    if name.startswith("check_")
-}
-
-
-@pytest.mark.parametrize("check", CHECKS)
-async def test_a_scalar_backend_keeps_the_contract(check: str, scalar: dict[str, Path], tmp_path: Path):
-    arguments = [tmp_path / "saved"] if "folder" in inspect.signature(CHECKS[check]).parameters else []
-    await CHECKS[check](lambda: open_backend(scalar["byte"]), *arguments)
+@pytest.mark.parametrize("promise", CONTRACT.values(), ids=CONTRACT)
+async def test_a_scalar_backend_keeps_the_contract(promise: Any, scalar: dict[str, Path], tmp_path: Path):
+    folder = [tmp_path / "saved"] if "folder" in inspect.signature(promise).parameters else []
+    await promise(lambda: open_backend(scalar["byte"]), *folder)
 
 
 async def test_a_loss_that_needs_entropy_says_that_there_is_none(scalar: dict[str, Path]):

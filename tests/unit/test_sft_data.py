@@ -1,6 +1,7 @@
 """SFT rows: cut without losing what trains, counted when dropped, drawn in an order without state."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,30 +9,32 @@ import pytest
 from rollouts.data.mixture import make_mixture, select_samples
 from rollouts.data.samples import prepare_sft_mixture
 from rollouts.errors import DataError, ModelError
-from tests.unit.chat_tokenizers import CHATML, byte_tokenizer, family_tokenizer
+from tests.support.text_tables import cases
+from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
 
 # In ChatML with one token per byte a one-letter question takes 9 tokens and the assistant's header 11: the
 # answer begins at 20.
 SHORT = {"prompt": "q", "answer": "ab"}  # 20 + a, b, end + newline = 24 tokens, 3 of them train
-LONG = {"prompt": "q", "answer": "abcdefghij"}  # 20 + 11 + 1 = 32 tokens
-LATE = {"prompt": "q" * 30, "answer": "ab"}  # the answer begins at 49
+ROWS = {
+    "short": SHORT,
+    "long": {"prompt": "q", "answer": "abcdefghij"},  # 20 + 11 + 1 = 32 tokens
+    "late": {"prompt": "q" * 30, "answer": "ab"},  # the answer begins at 49
+}
 
 
 def prepare_sft_rows(rows, tokenizer, **settings):
     return prepare_sft_mixture(make_mixture(rows), tokenizer, **settings)
 
 
-@pytest.mark.parametrize(
-    ("rows", "trained", "truncated", "dropped"),
-    [
-        ([SHORT], [[20, 21, 22]], 0, {}),
-        ([SHORT, LONG], [[20, 21, 22], [20, 21, 22, 23]], 1, {}),
-        ([LATE, SHORT, LATE], [[20, 21, 22]], 0, {"no_trained_tokens": 2}),
-    ],
-    ids=["a row that fits is whole", "a long one is cut while something trains", "a late answer is dropped"],
-)
-def test_rows_have_at_most_max_length_tokens(rows, trained, truncated, dropped):
-    data = prepare_sft_rows(rows, byte_tokenizer(), max_length=24)
+# a row that fits is whole, a long one is cut while something trains, a late answer is dropped
+@cases("""
+rows            | trained                          | truncated | dropped
+short           | [[20, 21, 22]]                   | 0         |
+short long      | [[20, 21, 22], [20, 21, 22, 23]] | 1         |
+late short late | [[20, 21, 22]]                   | 0         | no_trained_tokens = 2
+""")
+def test_rows_have_at_most_max_length_tokens(rows: str, trained: Any, truncated: int, dropped: dict):
+    data = prepare_sft_rows([ROWS[name] for name in rows.split()], byte_tokenizer(), max_length=24)
     assert [np.flatnonzero(one.loss_mask).tolist() for one in data.samples] == trained
     assert (data.truncated, data.dropped) == (truncated, dropped)
     assert {len(one.token_ids) for one in data.samples} == {24}
@@ -39,10 +42,8 @@ def test_rows_have_at_most_max_length_tokens(rows, trained, truncated, dropped):
 
 def test_the_tools_of_a_row_are_written_and_do_not_train():
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    tokenizer, rows = (
-        family_tokenizer("qwen2_5"),
-        [SHORT | {"tools": [tool]}, SHORT | {"tools": json.dumps([tool])}],
-    )
+    tokenizer = family_tokenizer("qwen2_5")
+    rows = [SHORT | {"tools": tools} for tools in ([tool], json.dumps([tool]))]
     for sample in prepare_sft_rows(rows, tokenizer, max_length=2048).samples:
         assert '"name": "f"' in tokenizer.decode(sample.token_ids)
         assert sample.loss_mask.sum() == 3
@@ -57,22 +58,19 @@ def test_the_tools_of_a_row_are_written_and_do_not_train():
         prepare_sft_rows([SHORT | {"tools": ["f"]}], byte_tokenizer(), max_length=99)
 
 
-@pytest.mark.parametrize(
-    ("row", "template", "error", "message"),
-    [
-        ({"prompt": "q"}, CHATML, DataError, "no `messages` and no `answer`"),
-        (
-            {"messages": [{"role": "assistant", "content": "a"}]},
-            CHATML,
-            DataError,
-            "message 0 is an assistant turn",
-        ),
-        (SHORT, None, ModelError, "the tokenizer has no chat template"),
-    ],
-)
-def test_a_bad_row_is_named(row, template, error, message):
-    with pytest.raises(error, match=rf"sft\.data: row 1: {message}"):
-        prepare_sft_rows([None, row], byte_tokenizer(template), max_length=99)
+@cases("""
+row             | message
+{"prompt": "q"} | no `messages` and no `answer`
+{"messages": [{"role": "assistant", "content": "a"}]} | message 0 is an assistant turn
+""")
+def test_a_bad_row_is_named(row: Any, message: str):
+    with pytest.raises(DataError, match=rf"sft\.data: row 1: {message}"):
+        prepare_sft_rows([None, row], byte_tokenizer(), max_length=99)
+
+
+def test_a_missing_template_is_named_with_the_row_that_needs_it():
+    with pytest.raises(ModelError, match=r"sft\.data: row 1: the tokenizer has no chat template"):
+        prepare_sft_rows([None, SHORT], byte_tokenizer(None), max_length=99)
 
 
 # --- batches ------------------------------------------------------------------------------------------------

@@ -31,12 +31,7 @@ def make_batch(lengths: list[int]) -> RolloutBatch:
 
 
 def pack(
-    batch: RolloutBatch,
-    ranks: int,
-    *,
-    budget: int,
-    share_prefix: bool = False,
-    padding_free: bool = False,
+    batch: RolloutBatch, ranks: int, *, budget: int, share_prefix: bool = False, padding_free: bool = False
 ) -> list[MicroBatch]:
     return make_micro_batches(
         batch.tokens,

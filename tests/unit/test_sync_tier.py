@@ -1,6 +1,7 @@
 """The synchronous tier: batches from plain functions."""
 
 import functools
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from rollouts.generation.rollouts import (
 )
 from rollouts.models.tokenizers import END_ID, make_byte_tokenizer
 from rollouts.types import Completion, FilterDecision, Sample, SampleGroup, Status
-from tests.support.text_tables import cases
+from tests.support.text_tables import cases, read_cells
 
 ROWS = [{"prompt": text, "answer": index} for index, text in enumerate("abcde")]
 
@@ -96,14 +97,13 @@ def test_a_batch_has_a_row_per_sample_in_the_order_drawn():
 
     for generate in (each(), reverse):  # answers may come in any order and lose their group index
         batch = next_batch(generate, temperature=0.7)
-        columns = {
-            "tokens": [[7, 8], [7, 8, 8]],
-            "loss_masks": [[False, True], [False, True, True]],
-            "rollout_log_probs": [[0, -0.5], [0, -0.5, -0.5]],
-            "weight_versions": [[-1, 3], [-1, 3, 3]],
-        }
-        for name, rows in columns.items():
-            assert [row.tolist() for row in getattr(batch, name)] == rows * 2
+        for name, rows in read_cells("""
+            tokens            | [[7, 8], [7, 8, 8]]
+            loss_masks        | [[false, true], [false, true, true]]
+            rollout_log_probs | [[0, -0.5], [0, -0.5, -0.5]]
+            weight_versions   | [[-1, 3], [-1, 3, 3]]
+        """):
+            assert [row.tolist() for row in getattr(batch, name)] == json.loads(rows) * 2
         assert batch.rewards.tolist() == [1, 2, 1, 2] and batch.rewards.dtype == np.float32
         assert batch.group_indices.tolist() == [0, 0, 1, 1] == [one.group_index for one in batch.samples]
         assert [record["answer"] for record in batch.metadata] == [0, 0, 1, 1]
@@ -209,7 +209,7 @@ def change(**fields: Any) -> Callable[[list[Sample]], list[Any]]:
         ("generate", lambda samples: each()(samples)[1:], "returned no sample g00000000-s000"),
         (
             "generate",
-            lambda samples: each()([*samples, replace(samples[0], id="new-000")]),
+            lambda rows: each()([*rows, replace(rows[0], id="new-000")]),
             "returned a sample new-000",
         ),
         ("generate", lambda samples: [answer(samples[0])] * 4, "returned sample g00000000-s000 twice"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import unicodedata
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from rollouts.cli import main
 from rollouts.inspect.terminal import make_safe, write_lines
+from tests.support.text_tables import cases
 from tests.unit.run_rows import write_rows
 
 CLEAR = "\x1b[2J\x1b[H"
@@ -74,26 +76,25 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["samples"],
-        ["samples", "--status", "failed"],
-        ["samples", "--color", "mask"],
-        ["inspect"],
-        ["tail", "--once"],
-        ["plot", "*"],
-        ["query", "SELECT * FROM samples"],
-        ["query", f'SELECT 1 AS "{NASTY}" FROM metrics'],
-        ["query", f'SELECT "{NASTY}" FROM metrics'],
-        ["samples", "--stage", NASTY],
-        ["plot", NASTY],
-    ],
-)
+@cases("""
+words
+samples
+samples --status failed
+samples --color mask
+inspect
+tail --once
+plot *
+query 'SELECT * FROM samples'
+query 'SELECT 1 AS "NASTY" FROM metrics'
+query 'SELECT "NASTY" FROM metrics'
+samples --stage NASTY
+plot NASTY
+""")
 def test_no_command_lets_a_record_steer_the_terminal(
-    run: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+    run: Path, words: str, capsys: pytest.CaptureFixture[str]
 ):
-    main([words[0], str(run), *words[1:]])
+    command, *rest = shlex.split(words)
+    main([command, str(run), *(word.replace("NASTY", NASTY) for word in rest)])
     written = capsys.readouterr()
     text = written.out + written.err
     assert not [letter for letter in text if is_steering(letter)]

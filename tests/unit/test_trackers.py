@@ -98,9 +98,8 @@ def test_a_position_is_read_back_as_it_was_written_and_as_earlier_versions_wrote
     path.parent.mkdir()
     first = read_position(path)
     assert len(first.id) == 32
-    whole = replace(
-        first, files={"metrics": Place(2, 7)}, number=3, mark={"size": 4}, left_out=LeftOut(1, "x")
-    )
+    files = {"metrics": Place(2, 7)}
+    whole = replace(first, files=files, number=3, mark={"size": 4}, left_out=LeftOut(1, "x"))
     write_position(path, whole)
     assert read_position(path) == whole
     held = json.loads(path.read_text())
@@ -109,10 +108,13 @@ def test_a_position_is_read_back_as_it_was_written_and_as_earlier_versions_wrote
     assert read_position(path) == replace(whole, left_out=LeftOut())
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", '{"schema": 2}', '{"schema": 1, "id": "a", "files": {"m": {"part": -1, "offset": 0}}}'],
-)
+@cases("""
+text | …
+     | an empty file
+[]   |
+{"schema": 2} |
+{"schema": 1, "id": "a", "files": {"m": {"part": -1, "offset": 0}}} |
+""")
 def test_a_position_that_cannot_be_read_is_refused_with_the_way_out(root: Path, text: str):
     path = position_path(root, "fake")
     path.parent.mkdir()
@@ -243,14 +245,18 @@ def test_a_refusal_ends_the_follower_when_the_run_is_over(run_follower: Run):
     assert run_follower(sink) == ("behind", ["refuses rows: wrong key"])
 
 
-@pytest.mark.parametrize(
-    ("bad", "most", "refused"), [({3}, 99, 1), ({1, 2, 3}, 99, 3), (set(), 2, 0), ({2, 8}, 1, 2)]
-)
+@cases("""
+bad       | most | refused
+[3]       | 99   | 1
+[1, 2, 3] | 99   | 3
+[]        | 2    | 0
+[2, 8]    | 1    | 2
+""")
 @cases("confirms_at_close: no yes")
 def test_rows_refused_for_good_are_named_counted_and_left_out_and_the_others_arrive_once(
-    root: Path, run_follower: Run, bad: set[int], most: int, refused: int, confirms_at_close: bool
+    root: Path, run_follower: Run, bad: Any, most: int, refused: int, confirms_at_close: bool
 ):
-    sink = FakeSink(bad=bad, most=most)
+    sink = FakeSink(bad=set(bad), most=most)
     outcome, said = run_follower(sink, batch_rows=8, confirms_at_close=confirms_at_close)
     assert outcome == "sent"
     assert steps(sink.store) == [step for step in range(1, 9) if step not in bad]

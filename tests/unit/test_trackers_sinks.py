@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -26,6 +27,7 @@ from tests.support.otlp_collector import (
     read_spans,
     read_steps,
 )
+from tests.support.text_tables import cases
 from tests.support.tracker_runs import BEGAN, append, make_row, make_run, make_span, read_events
 
 ID = "0123456789abcdef" * 2
@@ -134,24 +136,19 @@ def test_a_span_keeps_its_time_and_the_same_row_has_the_same_ids(collector: Coll
     )
 
 
-@pytest.mark.parametrize(
-    ("statuses", "error"),
-    [
-        ((408, 429, 500, 503), SinkUnavailable),
-        ((401, 403, 404), SinkRefused),
-        ((400, 413, 422), RowsRefused),
-    ],
-)
+@cases("""
+error           | statuses
+SinkUnavailable | [408, 429, 500, 503]
+SinkRefused     | [401, 403, 404]
+RowsRefused     | [400, 413, 422]
+""")
 def test_an_answer_says_who_is_at_fault(
-    collector: Collector,
-    statuses: tuple[int, ...],
-    error: type[Exception],
-    monkeypatch: pytest.MonkeyPatch,
+    collector: Collector, error: str, statuses: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=top%20secret,tenant=1")
     for status in statuses:
         collector.faults = [status] * 9
-        with pytest.raises(error, match=f"answered {status} to metrics") as raised:
+        with pytest.raises(globals()[error], match=f"answered {status} to metrics") as raised:
             open_named("otlp").send(make_rows(1, 2))
         assert "secret" not in str(raised.value)
     assert collector.headers[0]["x-key"] == "top secret"

@@ -22,12 +22,13 @@ from rollouts.environments.trajectories import (
 )
 from rollouts.errors import DataError, RolloutsError
 from rollouts.types import Completion, Sample
+from tests.support.text_tables import cases, read_cells
 from tests.unit.chat_tokenizers import family_sentencepiece, family_tokenizer, turn
 
 RESPONSE_TEMPLATES = json.loads(
     (Path(rollouts.environments.__file__).parent / "response_templates.json").read_text("utf-8")
 )
-TOOL: Any = {
+TOOL: Any = json.loads("""{
     "type": "function",
     "function": {
         "name": "add",
@@ -35,23 +36,25 @@ TOOL: Any = {
         "parameters": {
             "type": "object",
             "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-            "required": ["a", "b"],
-        },
-    },
-}
-READS = {  # how a family's turns are read; families without tools have a text
-    "chatml": None,
-    "qwen2_5": "hermes",
-    "qwen3": "hermes",
-    "qwen3_6": "qwen3_xml",
-    "llama3_1": "llama3",
-    "mistral_v3_tekken": "mistral",
-    "gemma3": None,
-    "deepseek_v3": "deepseek_v3",
-    "deepseek_r1_distill": None,
-    "gptoss": "gptoss",
-    "phi_4": None,
-}
+            "required": ["a", "b"]
+        }
+    }
+}""")
+READS: dict[str, str] = dict(
+    read_cells("""
+        chatml              |
+        qwen2_5             | hermes
+        qwen3               | hermes
+        qwen3_6             | qwen3_xml
+        llama3_1            | llama3
+        mistral_v3_tekken   | mistral
+        gemma3              |
+        deepseek_v3         | deepseek_v3
+        deepseek_r1_distill |
+        gptoss              | gptoss
+        phi_4               |
+    """)
+)  # how a family's turns are read; families without tools have a text
 CALLS = {  # two sums, as the family writes a turn that calls; the arguments are spaced as no template would
     "hermes": '<tool_call>\n{{"name": "add", "arguments": {{"a":{a},  "b": {b}}}}}\n</tool_call>',
     "qwen3_xml": "<tool_call>\n<function=add>\n<parameter=a>\n{a}\n</parameter>\n<parameter=b>{b}"
@@ -108,11 +111,16 @@ def split_oddly(text: str, tokenizer: Any, rng: Any) -> list[int]:
     ]
 
 
+def find_end(name: str, tokenizer: Any) -> str:
+    """The token that ends a turn without a call."""
+    return {"gptoss": "<|return|>", "gemma3": "<end_of_turn>"}.get(name, tokenizer.eos_token)
+
+
 def sample_turn(name: str, tokenizer: Any, rng: Any) -> Completion:
     """A turn as a policy early in training writes one: a call, a text, or any tokens at all; some are cut."""
     reads, kind = READS[name], rng.integers(4)
     numbers = {"a": int(rng.integers(100)), "b": int(rng.integers(100))}
-    end = {"gptoss": "<|return|>", "gemma3": "<end_of_turn>"}.get(name, tokenizer.eos_token)
+    end = find_end(name, tokenizer)
     text = THINKS.get(name, "").format(**numbers) if rng.random() < 0.7 else ""
     if kind == 0 and reads:
         text += CALLS[reads].format(**numbers)
@@ -235,24 +243,24 @@ def say(form: ChatFormat, node: Node, text: str, end: str, *, ended: bool = True
 
 
 # what follows an answer: a tool's result, or a user's turn; and the segments of a trajectory that goes on so
-@pytest.mark.parametrize(
-    ("name", "text", "end", "after_tool", "after_user"),
-    [
-        ("qwen2_5", "ok", "<|im_end|>", 1, 1),
-        ("qwen3", "<think>\nhm\n</think>\n\nok", "<|im_end|>", 1, 2),  # thinking goes with the next question
-        ("qwen3", "ok", "<|im_end|>", 1, 1),
-        ("llama3_1", "ok", "<|eot_id|>", 1, 1),
-        ("mistral_v3_tekken", "ok", "</s>", 1, 2),  # the tools move to the last question
-        ("gptoss", "<|channel|>final<|message|>ok", "<|return|>", 1, 2),  # <|return|> becomes <|end|>
-        ("deepseek_v3", "ok", "<｜end▁of▁sentence｜>", 1, 1),
-        ("gemma3", "ok", "<end_of_turn>", 1, 1),
-        ("chatml", "ok", "<|im_end|>", 1, 1),
-    ],
-)
+@cases("""
+name              | thinks | after_tool | after_user | …
+qwen2_5           | no     | 1          | 1          |
+qwen3             | yes    | 1          | 2          | thinking goes with the next question
+qwen3             | no     | 1          | 1          |
+llama3_1          | no     | 1          | 1          |
+mistral_v3_tekken | no     | 1          | 2          | the tools move to the last question
+gptoss            | no     | 1          | 2          | the token that ends it becomes another one
+deepseek_v3       | no     | 1          | 1          |
+gemma3            | no     | 1          | 1          |
+chatml            | no     | 1          | 1          |
+""")
 def test_a_segment_begins_where_the_template_rewrites_what_is_held(
-    name: str, text: str, end: str, after_tool: int, after_user: int
+    name: str, thinks: bool, after_tool: int, after_user: int
 ) -> None:
     form = make_format(name, family_tokenizer(name))
+    end = find_end(name, form.template.tokenizer)
+    text = (THINKS[name] if thinks else "") + SAYS.get(name, "{text}").format(text="ok")
     first, _ = say(form, form.begin([turn("user", "add")]), text, end)
     second, _ = say(form, form.extend(first, [turn("user", "and?")]), text, end)
     assert len(as_segments([first, second])) == after_user
@@ -275,7 +283,7 @@ def test_a_segment_begins_where_the_template_rewrites_what_is_held(
 def test_what_is_appended_is_what_the_template_writes(name: str) -> None:
     tokenizer = family_tokenizer(name, merges=MERGES)
     form = make_format(name, tokenizer)
-    end = {"gemma3": "<end_of_turn>"}.get(name, str(tokenizer.eos_token))
+    end = find_end(name, tokenizer)
     messages, node = [turn("user", "add")], form.begin([turn("user", "add")])
     for text in ("12 bananas", "\n34", "x"):
         answer, read = say(form, node, text.strip(), end)

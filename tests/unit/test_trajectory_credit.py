@@ -28,10 +28,7 @@ def fork(sample: Sample) -> list[Sample]:
     names = ("loss_mask", "rollout_log_probs", "weight_versions", "turn_rewards")
     first = {name: getattr(sample, name)[:4] for name in ("tokens", *names)}
     second = {name: getattr(sample, name) * later for name in names}
-    return [
-        dataclasses.replace(sample, **first),
-        dataclasses.replace(sample, id=f"{sample.id}.1", **second),
-    ]
+    return [dataclasses.replace(sample, **first), dataclasses.replace(sample, id=f"{sample.id}.1", **second)]
 
 
 def make_batch(*, forked: bool) -> RolloutBatch:

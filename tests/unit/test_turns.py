@@ -25,6 +25,7 @@ from rollouts.environments.turns import (
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
 from rollouts.types import Completion, GenerateRequest, Sample, SamplingParams
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
+from tests.support.text_tables import cases
 
 SAMPLING = SamplingParams(max_new_tokens=80, stop_token_ids=(FAKE_END,), seed=1)
 SAMPLE = Sample(id="g00000000-s000", prompt="You may divide.", group_index=0, metadata={"answer": "3"})
@@ -71,24 +72,24 @@ async def open_world(row: Any) -> Any:
     yield SimpleNamespace(tools=(), step=step, **silent)
 
 
-@pytest.mark.parametrize(
-    ("texts", "settings", "end"),
-    [
-        (["3"], {}, "done"),
-        (['divide{"a": 6, "b": 2}divide{"a": 6, "b": 0}', "3"], {}, "done"),
-        (['divide{"a": "x", "b": 2}multiply{}', "divide{", "3"], {}, "done"),
-        (['divide{"a": 6, "b": 2}'] * 2, {"max_turns": 2}, "turns"),
-        (['divide{"a": 6, "b": 2}'] * 3, {"max_tool_calls": 2}, "tool_calls"),
-        (["divide{}"], {"max_trajectory_tokens": 40}, "tokens"),
-        (["3" * 99], {}, "tokens"),
-        (["no", 'divide{"a": 6, "b": 2}', "end"], {}, "done"),
-        (["no"] * 3, {"max_turns": 3}, "turns"),
-    ],
-)
+# what the model says, turn by turn
+@cases("""
+texts                                               | settings                   | end
+3                                                   |                            | done
+divide{"a": 6, "b": 2}divide{"a": 6, "b": 0} & 3    |                            | done
+divide{"a": "x", "b": 2}multiply{} & divide{ & 3    |                            | done
+divide{"a": 6, "b": 2} & divide{"a": 6, "b": 2}     | max_turns = 2              | turns
+divide{"a": 6, "b": 2} & divide{"a": 6, "b": 2} & divide{"a": 6, "b": 2} | max_tool_calls = 2 | tool_calls
+divide{}                                            | max_trajectory_tokens = 40 | tokens
+a text that is longer than the eighty tokens which the sampling allows, so it is cut | | tokens
+no & divide{"a": 6, "b": 2} & end                   |                            | done
+no & no & no                                        | max_turns = 3              | turns
+""")
 async def test_a_rollout_is_the_episode_of_the_same_completions(
-    texts: list[str], settings: dict[str, Any], end: str, autojump_clock: Any
+    texts: str, settings: dict, end: str, autojump_clock: Any
 ) -> None:
-    engine = ScriptedEngine(lambda request: ScriptedReply(texts[int(request.request_id[15:] or 0)]))
+    said = texts.split(" & ")
+    engine = ScriptedEngine(lambda request: ScriptedReply(said[int(request.request_id[15:] or 0)]))
     exchanges: list[tuple[GenerateRequest, Completion]] = []
 
     async def generate(request: GenerateRequest) -> Completion:
@@ -100,7 +101,7 @@ async def test_a_rollout_is_the_episode_of_the_same_completions(
         assert repr(requests) == repr([request])
         return [completion]
 
-    config, has_world = RolloutConfig(**settings), texts[0] == "no"
+    config, has_world = RolloutConfig(**settings), said[0] == "no"
     options = {"open_world": open_world} if has_world else {}
     play: Any = make_agent_generate(MAKE_FORM, config, tools=TOOLS, **options)
     episode = await play(SAMPLE, SimpleNamespace(generate=generate, features=engine.features), SAMPLING)

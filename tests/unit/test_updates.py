@@ -12,12 +12,7 @@ from rollouts.loops.rl import train_policy
 from rollouts.loops.rl_batch import make_loss_spec, plan_updates
 from rollouts.loops.updates import measure_kl, merge_forwards, record_updates
 from rollouts.testing.fakes import FakeBackend, open_fake_backend
-from rollouts.types import (
-    ForwardBackwardResult,
-    LossSpec,
-    Mean,
-    RolloutBatch,
-)
+from rollouts.types import ForwardBackwardResult, LossSpec, Mean, RolloutBatch
 from tests.support.text_tables import cases
 from tests.unit.test_loops import rl_config
 from tests.unit.test_rl_batch import batch_of

@@ -117,6 +117,7 @@ class World:
         self.weights, self.weight_version, self.asked = 0.0, 0, 0
         self.failure: Exception | None = None  # of the trainer
         self.servers: Any = [Server(name, checksum) for name in NAMES]
+        self.a, self.b, self.c = self.servers
         self.serving: set[str] = set()
         self.events: list[tuple[Any, ...]] = []
         self.errors: dict[str, Exception] = {}
@@ -206,6 +207,9 @@ class World:
     def those(self, kind: str) -> list[Any]:
         return sorted(event[1] for event in self.events if event[0] == kind)
 
+    def paused(self) -> list[str]:
+        return [server.features.name for server in self.servers if server.paused]
+
     def restart(self, server: Server) -> None:
         """The fleet notices that `server` came back with its first weights, and announces it."""
         server.version, server.weights = -1, 0.0
@@ -242,10 +246,10 @@ async def test_every_engine_goes_through_all_phases_and_then_the_version_is_publ
     }
     for server in world.servers:
         server.calls.clear()
-    world.servers[2].version = 0  # restarted meanwhile, say
+    world.c.version = 0  # restarted meanwhile, say
     assert (await world.update(1))["weight_sync/engines_updated"] == 3.0
-    assert world.servers[0].calls == ["set_version", "probe"], "what was done already is only probed"
-    assert world.servers[2].calls == ["set_version", *PHASES]
+    assert world.a.calls == ["set_version", "probe"], "what was done already is only probed"
+    assert world.c.calls == ["set_version", *PHASES]
 
 
 @cases("fault: fail hang")
@@ -253,16 +257,16 @@ async def test_every_engine_goes_through_all_phases_and_then_the_version_is_publ
 async def test_an_engine_that_fails_in_any_phase_leaves_alone(autojump_clock, phase: str, fault: str):
     world = World()
     await world.step(3.0)
-    world.servers[1].faults[phase] = [fault]
+    world.b.faults[phase] = [fault]
     metrics = await world.step(4.0)
-    assert [server.paused for server in world.servers] == [False] * 3
+    assert world.paused() == []
     assert (world.those("commit"), world.those("fail")) == (["a", "c"], ["b"])
     assert world.events[-1] == ("publish", 2) and metrics["weight_sync/engines_failed"] == 1.0
     assert type(world.errors["b"]) is (EngineSilent if fault == "hang" else EngineUnreachable)
     (warning,) = world.warnings
     assert "engine b is out of service" in warning and f"failed in phase {phase}" in warning
     assert (await world.step(5.0))["weight_sync/engines_updated"] == 3.0, "the next update brings it back"
-    assert world.servers[1].weights == 5.0
+    assert world.b.weights == 5.0
 
 
 async def test_when_nobody_is_verified_nothing_is_published_and_each_failure_is_named(autojump_clock):
@@ -287,19 +291,19 @@ async def test_a_cancelled_update_leaves_nobody_paused_and_nobody_half_admitted(
     for server in world.servers:
         server.faults[phase] = ["hang"]
     if phase != "probe":
-        world.servers[2].faults["resume"] = ["hang"]  # nothing helps
+        world.c.faults["resume"] = ["hang"]  # nothing helps
     with trio.move_on_after(5.0) as scope:
         await world.step(3.0)
     assert scope.cancelled_caught and trio.current_time() <= 5.0 + LIMITS.resume
-    assert [server.paused for server in world.servers] == [False, False, phase != "probe"]
+    assert world.paused() == ["c"] * (phase != "probe")
     assert world.those("fail") == NAMES
     assert world.those("commit") == world.those("publish") == []
 
 
 async def test_a_load_that_makes_progress_may_take_any_time_and_a_silent_one_may_not(autojump_clock):
     world = World()
-    world.servers[0].load_s = 900.0  # says something every 90 s; the limit is 100 s of silence
-    world.servers[1].load_s = 2500.0
+    world.a.load_s = 900.0  # says something every 90 s; the limit is 100 s of silence
+    world.b.load_s = 2500.0
     assert (await world.step(3.0))["time/weight_sync_pause"] > 900
     assert world.those("fail") == ["b"]
     assert str(world.errors["b"]) == "engine b: phase load: no answer and no progress for 100 s"
@@ -323,7 +327,7 @@ async def test_an_engine_that_does_not_prove_the_new_weights_leaves(
     world = World(checksum=checksum)
     await world.step(3.0)
     for name, value in change.items():
-        setattr(world.servers[1], name, value)
+        setattr(world.b, name, value)
     await world.step(3.5)
     assert world.those("fail") == ["b"]
     with pytest.raises(WeightSyncError, match=says):
@@ -359,7 +363,7 @@ class Transfer:
 async def test_a_transfer_to_all_takes_those_that_paused_and_need_it(autojump_clock):
     transfer = Transfer()
     world = World(transport=transfer)
-    world.servers[0].faults["pause"] = ["fail"]
+    world.a.faults["pause"] = ["fail"]
     transfer.outcome = {"b": EngineUnreachable("b is gone")}
     await world.step(3.0)
     assert (transfer.given, world.those("fail")) == (["b", "c"], ["a", "b"])
@@ -369,17 +373,17 @@ async def test_a_transfer_to_all_takes_those_that_paused_and_need_it(autojump_cl
     transfer.outcome = EngineUnreachable("the group fell apart")
     with pytest.raises(WeightSyncError, match="the group fell apart"):
         await world.step(4.0)
-    assert [server.paused for server in world.servers] == [False] * 3
+    assert world.paused() == []
 
 
 async def test_after_a_transfer_in_memory_there_is_a_snapshot_for_those_that_restart(autojump_clock):
     world = World(transport=Transfer())
     async with world.keeping():
         await world.step_and_leave(3.0)
-        assert world.servers[0].calls.count("load") == 0
-        world.restart(world.servers[0])
+        assert world.a.calls.count("load") == 0
+        world.restart(world.a)
         await trio.sleep(100)
-        assert (world.servers[0].calls.count("load"), world.servers[0].weights) == (1, 3.0)
+        assert (world.a.calls.count("load"), world.a.weights) == (1, 3.0)
 
 
 # --- engines that come back ---------------------------------------------------------------------------------
@@ -393,8 +397,8 @@ async def test_a_restarted_engine_that_keeps_base_weights_within_the_tolerance_i
     async with world.keeping():
         for weights in range(7):  # 0.006 nats away at last; the tolerance is 0.01
             await world.step(float(weights))
-        world.servers[1].deaf = True
-        world.restart(world.servers[1])
+        world.b.deaf = True
+        world.restart(world.b)
         await trio.sleep(100)
         assert world.events == [("close", "b"), ("fail", "b")]
         assert "scores the probe exactly as before, as at version 1" in world.warnings[0]
@@ -403,37 +407,37 @@ async def test_a_restarted_engine_that_keeps_base_weights_within_the_tolerance_i
 async def test_an_engine_is_given_up_after_some_revivals_until_the_next_update(autojump_clock):
     world = World()
     async with world.keeping():
-        world.announce.send_nowait(world.servers[0])  # before the first update, which includes it
+        world.announce.send_nowait(world.a)  # before the first update, which includes it
         await world.step(3.0)
-        assert world.servers[0].calls == PHASES
-        world.servers[2].faults["load"] = ["fail"] * 8
-        world.restart(world.servers[2])
+        assert world.a.calls == PHASES
+        world.c.faults["load"] = ["fail"] * 8
+        world.restart(world.c)
         await trio.sleep(1000)
-        assert world.servers[2].calls.count("load") == 6
+        assert world.c.calls.count("load") == 6
         assert "it waits for the next weight update" in world.warnings[-1]
-        world.servers[2].faults.clear()
+        world.c.faults.clear()
         assert (await world.step(4.0))["weight_sync/engines_updated"] == 3.0
 
 
 async def test_an_update_that_reaches_nobody_waits_for_an_engine_that_comes_back(autojump_clock):
     world = World(patience_s=300.0)
     await world.step(3.0)
-    servers, world.servers = world.servers, []
+    world.servers = []
     async with world.keeping():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(world.step, 4.0)
             await trio.sleep(20)
             assert "no engine that could be reached" in world.warnings[0]
-            world.servers = servers[1:2]
-            world.restart(servers[1])
-        assert (servers[1].weights, world.events[-1]) == (4.0, ("publish", 2))
-        servers[1].calls.clear()
-        servers[1].faults["pause"] = ["fail"] * 1000
+            world.servers = [world.b]
+            world.restart(world.b)
+        assert (world.b.weights, world.events[-1]) == (4.0, ("publish", 2))
+        world.b.calls.clear()
+        world.b.faults["pause"] = ["fail"] * 1000
         started = trio.current_time()
         with pytest.raises(WeightSyncError, match="no engine could be brought"):
             await world.step(5.0)
         assert 300 <= trio.current_time() - started < 320
-        assert 5 <= servers[1].calls.count("pause") <= 10, "the pauses between tries grow"
+        assert 5 <= world.b.calls.count("pause") <= 10, "the pauses between tries grow"
 
 
 # --- the trainer: released early, failing -------------------------------------------------------------------
@@ -460,5 +464,5 @@ async def test_a_failure_of_the_trainer_ends_the_update_at_once_as_itself(autoju
         with pytest.raises(BackendError, match="out of memory"):
             await world.step(4.0)
         assert trio.current_time() - started < 10 and world.warnings == []  # no engine is blamed
-        assert [server.paused for server in world.servers] == [False] * 3
+        assert world.paused() == []
         assert world.sync.published is not None and world.sync.published.version == 1

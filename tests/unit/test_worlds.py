@@ -50,10 +50,7 @@ async def test_an_environment_lives_from_opening_to_closing(name: str):
         async with open_one({}) as world:
             assert await world.reset() == [{"role": "user", "content": "Guess!"}]
             seen = await world.step(say("3"))
-            assert (*seen.messages, seen.reward) == (
-                {"role": "user", "content": "Higher!"},
-                None,
-            )
+            assert (*seen.messages, seen.reward) == ({"role": "user", "content": "Higher!"}, None)
             looks = await use(world.tools, [("look", {}), ("look", {"far": True})])
             assert [content for _, content in looks] == [
                 '{"calls": 1, "far": false}',
