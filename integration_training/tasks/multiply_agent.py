@@ -1,9 +1,9 @@
 """The problems of the task multiply for an agent of one's own, which speaks to whatever serves OpenAI's API:
 
-    [rl.rollout]
-    agent = "integration_training.tasks.multiply_agent:main"
-    response_template = "hermes"
-    reward = "integration_training.tasks.arithmetic:exact_answer"
+[rl.rollout]
+agent = "integration_training.tasks.multiply_agent:main"
+response_template = "hermes"
+reward = "integration_training.tasks.arithmetic:exact_answer"
 """
 
 import json
