@@ -32,6 +32,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
@@ -63,7 +64,7 @@ from rollouts.processes.process import open_process
 from rollouts.protocols import GenerateFn
 from rollouts.rewards.check import check_reward, import_extra
 from rollouts.rewards.workers import make_environment
-from rollouts.types import ChatMessage, encode_json
+from rollouts.types import ChatMessage, Completion, encode_json
 
 BODY_BYTES = 64 << 20  # of a request
 KEEP_ALIVE_S = 3.0  # between comments in a stream that waits; httpx gives up after 5 unless told otherwise
@@ -80,10 +81,9 @@ ONLY = json.loads("""{
     "prompt_cache_retention": null, "safety_identifier": null, "service_tier": null, "store": null,
     "user": null
 }""")
-HIDDEN = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
-LETTERS = {256 + index: byte for index, byte in enumerate(HIDDEN)}  # of byte-level tokenizers
 MODELS = '{"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "run"}]}'
 Fields = dict[str, Any]
+StopText = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 # --- what is asked, and what is told ------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     messages: list[Any]
     tools: list[Fields] = []
     n: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
-    stop: str | list[str] = []
+    stop: StopText | list[StopText] = []
     seed: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -149,13 +149,20 @@ def extend_key(key: str, message: ChatMessage) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def describe_token(token_id: int, log_prob: float, tokenizer: Any) -> Fields:
-    """A token of an answer. Its bytes are right also where it is a part of a character."""
-    piece, text = tokenizer.convert_ids_to_tokens(token_id), tokenizer.decode([token_id])
-    raw = piece.translate(LETTERS).encode("latin-1", "replace")
-    if raw.decode(errors="replace") != text:  # of another kind of tokenizer
-        raw = bytes.fromhex(piece[3:5]) if piece.startswith("<0x") else text.encode()
-    return {"token": text, "logprob": log_prob, "bytes": [*raw], "top_logprobs": []}
+def cut_at(completion: Completion, stops: Sequence[str], tokenizer: Any) -> Completion:
+    """An answer up to the token that completes one of the texts, as if the engine had stopped there."""
+    ids = completion.token_ids
+
+    def has_stopped(count: int) -> bool:
+        text = tokenizer.decode(ids[:count])
+        return any(stop in text for stop in stops)
+
+    count = bisect_left(range(len(ids) + 1), True, key=has_stopped)
+    if count > len(ids):
+        return completion
+    columns = ("token_ids", "log_probs", "weight_versions")
+    cut = {name: getattr(completion, name)[:count] for name in columns}
+    return replace(completion, **cut, finish_reason="stop")
 
 
 # --- a trajectory -------------------------------------------------------------------------------------------
@@ -218,20 +225,13 @@ class OpenTrajectory:
         keys = [*itertools.accumulate(request.messages, extend_key, initial=json.dumps(form.tools))]
         prompt = self.join(form, request.messages, keys)
         stops = [request.stop] if isinstance(request.stop, str) else request.stop
-        encode = partial(form.template.tokenizer.encode, add_special_tokens=False)
-        ids = [*itertools.chain(*map(encode, stops))]
-        if len(ids) != len(stops):
-            raise ApiError(400, f"stop={stops}: only what is a single token can stop an answer", "stop")
         first, self.begun = self.begun, self.begun + request.n
         if self.begun > episode.config.max_turns:
             self.end = "turns"
             raise ApiError(400, "the turns of rl.rollout.max_turns are used up")
         own = request.max_completion_tokens or request.max_tokens
-        sampling = replace(
-            usual,
-            max_new_tokens=min(own or usual.max_new_tokens, usual.max_new_tokens),
-            stop_token_ids=(*usual.stop_token_ids, *ids),
-        )
+        most = min(own or usual.max_new_tokens, usual.max_new_tokens)
+        sampling, tokenizer = replace(usual, max_new_tokens=most), form.template.tokenizer
 
         async def sample(index: int) -> Fields:
             draw = "" if request.seed is None else f"{request.seed}/{index}"
@@ -239,7 +239,7 @@ class OpenTrajectory:
             if completion is None:
                 self.end = "tokens"
                 raise ApiError(400, "the messages leave no room", "messages", "context_length_exceeded")
-            node, turn = form.read(prompt, completion)
+            node, turn = form.read(prompt, cut_at(completion, stops, tokenizer))
             said: Any = turn.message  # as the node has it
             for place, call in enumerate(calls := said.get("tool_calls", ())):
                 arguments = parse_tool_arguments(call["function"]["arguments"], "arguments")
@@ -253,9 +253,12 @@ class OpenTrajectory:
             told_as = "delta" if request.stream else "message"
             choice = {"index": index, told_as: said, "finish_reason": finish}
             if request.logprobs:
-                pairs = zip(node.token_ids.tolist(), node.log_probs.tolist(), strict=True)
-                told = [describe_token(*pair, form.template.tokenizer) for pair in pairs]
-                choice["logprobs"] = {"content": told}
+                choice["logprobs"] = {
+                    "content": [
+                        {"token": tokenizer.decode([token_id]), "logprob": log_prob, "top_logprobs": []}
+                        for token_id, log_prob in zip(node.token_ids, node.log_probs.tolist(), strict=True)
+                    ]
+                }
             return choice
 
         choices = await run_all(*(partial(sample, index) for index in range(request.n)))

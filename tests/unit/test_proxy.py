@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -23,7 +24,6 @@ from rollouts.errors import EngineOverloaded, FleetDown
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
 from rollouts.types import Completion, EngineFeatures, GenerateRequest, Sample
-from tests.support.fake_tokenizer import FAKE_END
 from tests.support.text_tables import cases
 from tests.unit.chat_tokenizers import family_tokenizer
 from tests.unit.program_runs import SAMPLE, SAMPLING, make_format
@@ -106,8 +106,6 @@ text  | fields                   | told | reason | end    | …
 hällo | {"user": "me", "top_p": 1, "temperature": 1.0, "stop": null} | hällo | stop | done |
 abcd  | {"max_completion_tokens": 3} | abc | length | done | the client's limit is none of the trajectory's
 abcdefghijklmno | {"max_tokens": 900} | abcdefghi | length | tokens | what is left after a prompt of 29
-ab,cd | {"stop": ","}            | ab   | stop   | done   | the token trains and is not told
-ab,cd | {"stop": [","], "stream": false} | ab | stop | done |
 """)
 async def test_an_answer_ends_as_it_should(
     text: str, fields: Any, told: str, reason: str, end: str, autojump_clock
@@ -123,8 +121,26 @@ async def test_an_answer_ends_as_it_should(
             == len(sample.tokens)
             == answer.usage.prompt_tokens + sample.response_length
         )
-        stops = at.engine.requests[0].sampling.stop_token_ids
-        assert stops == (FAKE_END, *map(ord, fields.get("stop") or ""))
+
+
+@cases("""
+stop         | trained
+","          | ab,
+["x", ", c"] | ab, c
+""")
+async def test_an_answer_is_cut_where_a_text_that_stops_it_is_complete(stop: Any, trained: str):
+    async with open_endpoint("ab, cd") as at:
+        answer = await at.ask(stop=stop)
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("ab", "stop")
+        await at.go_on(answer, stop=stop)
+        for index, (prompt, completion) in enumerate(at.given):  # the engine sampled on; that is left out
+            cut: Any = {
+                name: getattr(completion, name)[: len(trained)]
+                for name in ("token_ids", "log_probs", "weight_versions")
+            }
+            at.given[index] = prompt, replace(completion, **cut)
+        (sample,) = at.check_samples()
+        assert bytes(sample.tokens[sample.loss_mask].tolist()) == 2 * trained.encode()
 
 
 async def test_a_stream_says_what_an_answer_says(autojump_clock):
@@ -143,7 +159,7 @@ async def test_a_stream_says_what_an_answer_says(autojump_clock):
         assert [model.id async for model in at.client.models.list()] == ["policy"]
 
 
-async def test_log_probs_have_the_bytes_of_split_characters(autojump_clock):
+async def test_log_probs_are_of_single_tokens(autojump_clock):
     tokenizer = family_tokenizer("qwen2_5")
     ids = np.asarray(tokenizer.encode("ä€ x", add_special_tokens=False), np.int64)
 
@@ -155,7 +171,7 @@ async def test_log_probs_have_the_bytes_of_split_characters(autojump_clock):
     async with Endpoint(sample).open(form=make_formats(tokenizer)) as at:
         entries = (await at.ask(logprobs=True, top_logprobs=0)).choices[0].logprobs.content
         assert len(entries) == 7
-        assert bytes(itertools.chain(*(entry.bytes for entry in entries))).decode() == "ä€ x"
+        assert [entries[-1].token, entries[-2].token] == ["x", " "]
         assert {entry.logprob for entry in entries} == {-1.0}
 
 
@@ -210,7 +226,7 @@ top_p | 0.9 | | | done
 temperature | 0 | sampled | | done
 n | 17 | | | done
 n | 3 | max_turns | max_turns = 2 | turns
-stop | "two bytes" | | | done
+stop | [""] | | | done
 reasoning_effort | "low" | unknown | | done
 messages | [] | | | done
 messages | [{"role": "user", "content": "long"}] | length_exceeded | max_trajectory_tokens = 9 | tokens
