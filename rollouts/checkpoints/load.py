@@ -36,8 +36,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
     stage: str  # sft, rl
     step: int  # completed steps of the stage
+    config_hash: str | None  # of the settings that decide what is trained; None: nobody said
     files: tuple[FileRecord, ...]  # sorted by path; the manifest itself is not among them
-    config_hash: str | None = None  # of the settings that decide what is trained; None: nobody said
 
 
 def compute_manifest(checkpoint: Path, *, stage: str, step: int, config_hash: str | None = None) -> Manifest:
@@ -52,7 +52,7 @@ def compute_manifest(checkpoint: Path, *, stage: str, step: int, config_hash: st
         for path in checkpoint.rglob("*")
         if path != manifest_path and (path.is_symlink() or not path.is_dir())
     )
-    return Manifest(stage, step, tuple(record_file(checkpoint, path) for path in paths), config_hash)
+    return Manifest(stage, step, config_hash, tuple(record_file(checkpoint, path) for path in paths))
 
 
 def record_file(checkpoint: Path, path: Path) -> FileRecord:
@@ -81,13 +81,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """The file's bytes, the same for the same manifest. Its last field is the SHA-256 of itself without that
     field.
     """
-    content = {
-        "schema": MANIFEST_SCHEMA,
-        "stage": manifest.stage,
-        "step": manifest.step,
-        "config_hash": manifest.config_hash,
-        "files": msgspec.to_builtins(manifest.files),
-    }
+    content = {"schema": MANIFEST_SCHEMA, **msgspec.to_builtins(manifest)}
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return (json.dumps(content | {"sha256": digest}, indent=1) + "\n").encode()
 

@@ -31,13 +31,7 @@ from rollouts.config.explain import (
     list_around,
     without_numbers,
 )
-from rollouts.config.schema import (
-    PreferenceTrainingConfig,
-    RewardModelTrainingConfig,
-    RLTrainingConfig,
-    RunConfig,
-    SFTTrainingConfig,
-)
+from rollouts.config.schema import RunConfig, SFTTrainingConfig, StageConfig
 from rollouts.config.secrets import flatten
 from rollouts.config.spelling import did_you_mean
 from rollouts.errors import ConfigError, RunDirError
@@ -312,7 +306,6 @@ def _locate(loc: Sequence[Any], settings: Any) -> str:
 STAGES = ("sft", "preference", "reward_model", "rl")
 STAGE_ALIASES = {"dpo": "preference", "ppo": "rl"}  # ppo: RL that must have a critic
 EVALUATE = "evaluate"  # the mode that trains nothing
-SectionConfig = SFTTrainingConfig | PreferenceTrainingConfig | RewardModelTrainingConfig | RLTrainingConfig
 
 
 def parse_mode(mode: str) -> tuple[str, ...]:
@@ -363,7 +356,7 @@ def choose_stages(config: RunConfig, mode: str | None) -> tuple[str, ...]:
     return stages
 
 
-def stage_config(config: RunConfig, stage: str) -> SectionConfig:
+def stage_config(config: RunConfig, stage: str) -> StageConfig:
     """The table of a stage; for "evaluate", of which nothing trains, one with defaults. Raises ConfigError if
     the config has none.
     """

@@ -30,13 +30,11 @@ def parse_row(line: bytes) -> Row | None:
     The standard library's parser is asked where msgspec's refuses: it takes NaN and half surrogates, which
     other writers' JSON may hold.
     """
-    row: Any = None
-    with suppress(ValueError, RecursionError):
-        try:
-            row = _decode(line)
-        except (ValueError, RecursionError):
-            row = json.loads(line)
-    return row if isinstance(row, dict) else None
+    for parse in (_decode, json.loads):
+        with suppress(ValueError, RecursionError):
+            row = parse(line)
+            return row if isinstance(row, dict) else None
+    return None
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -5,7 +5,6 @@ python train.py --distributed.ranks 4 ──► torchrun --nproc-per-node=4 trai
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from rollouts.config.schema import RunConfig
 from rollouts.errors import ConfigError
@@ -31,7 +30,7 @@ def check_ranks(config: RunConfig, launch: Launch, *, dry_run: bool = False) -> 
     """
     asked, shard_size = config.distributed.ranks, config.distributed.shard_size
     if dry_run and launch.world_size == 1:
-        launch = replace(launch, world_size=asked, local_world_size=asked)
+        launch = launch._replace(world_size=asked, local_world_size=asked)
     if asked not in (1, launch.local_world_size):
         raise ConfigError(
             f"distributed.ranks={asked}, but the launcher has started {launch.local_world_size} on this"

@@ -33,8 +33,7 @@ USES: Mapping[str, RowUse] = {  # by stage, or stage and loss
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """The datasets of a run. No prompt of `held_out` is in a training mixture."""
 
     training: Mapping[str, Mixture[Row]]  # by stage

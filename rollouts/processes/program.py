@@ -20,6 +20,14 @@ class ProgramEnd(NamedTuple):
     stdout: bytes
 
 
+def wait_readable(timeout_s: float, *fds: int) -> bool:
+    """Whether one of the descriptors has bytes to read, or its other end is closed, within that time."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
 def run_program(
     argv: Sequence[str], *, request: bytes, stdin: bytes, cwd: str, timeout_s: float, output_bytes: int
 ) -> ProgramEnd:
@@ -38,12 +46,6 @@ def run_program(
             file.write(content)
             file.seek(0)
             return file.fileno()
-
-        def wait_readable(timeout_s: float, *fds: int) -> bool:
-            poll = select.poll()
-            for fd in fds:
-                poll.register(fd, select.POLLIN)
-            return bool(poll.poll(timeout_s * 1000))
 
         request_fd, stdin_fd, stdout_fd = map(open_memory, (request, stdin, b""))
         report_fd, report_end = os.pipe()

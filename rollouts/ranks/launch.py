@@ -4,8 +4,8 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rollouts.errors import ConfigError
 
@@ -13,8 +13,7 @@ LOOPBACK = "127.0.0.1"
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """This process's place among the processes of the run."""
 
     rank: int  # 0 drives

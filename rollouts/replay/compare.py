@@ -19,12 +19,11 @@ from rollouts.errors import RecordError, RolloutsError, RunDirError
 from rollouts.loops.algorithm import LoopState, choose_algorithm, describe_algorithm
 from rollouts.loops.updates import begin_last_pass
 from rollouts.losses import LossInputs, resolve_loss, wants_entropy_gradient
-from rollouts.metrics.jsonl import newest_attempts, parse_row
+from rollouts.metrics.jsonl import Row, newest_attempts, parse_row
 from rollouts.metrics.token_shards import read_token_arrays
 from rollouts.run_dir import RunDir, list_parts
 from rollouts.types import LossSpec
 
-Row = dict[str, Any]
 Columns = Mapping[str, NDArray[Any]]  # [T] of one row, by name
 FIELDS = {  # of LossInputs, by the column that holds them
     "mu": "rollout_log_probs",

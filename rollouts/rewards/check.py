@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -85,6 +85,12 @@ def require(holds: bool, message: str) -> None:
     """Raises ConfigError with the message unless an option holds to its rule."""
     if not holds:
         raise ConfigError(message)
+
+
+def require_choice(name: str, value: object, literal: Any) -> None:
+    """Raises ConfigError naming the option unless its value is one of a Literal's."""
+    known = get_args(literal)
+    require(value in known, f"{name}={value!r}; it must be one of {', '.join(known)}")
 
 
 def import_extra(module: str, what: str, extra: str = "rewards") -> Any:

@@ -12,9 +12,9 @@ first in launch order. Without a label every reward is 0: the filter `check_cons
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
-from rollouts.rewards.check import require
+from rollouts.rewards.check import require, require_choice
 from rollouts.types import RewardResult, Sample
 
 TieRule = Literal["none", "first"]
@@ -45,8 +45,8 @@ def compute_consensus(
     is "valid" or "all".
     """
     require(0 <= min_ratio <= 1, f"min_ratio={min_ratio}; it must be from 0 to 1, 0 takes every majority")
-    for name, value, known in (("ties", ties, get_args(TieRule)), ("of", of, get_args(RatioOf))):
-        require(value in known, f"{name}={value!r}; it must be one of {', '.join(known)}")
+    require_choice("ties", ties, TieRule)
+    require_choice("of", of, RatioOf)
     counts = Counter(answer for answer in answers if answer is not None)
     num_valid = counts.total()
     # equal counts stand in the order in which they were first met

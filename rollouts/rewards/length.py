@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
-from rollouts.rewards.check import require
+from rollouts.rewards.check import require, require_choice
 from rollouts.types import RewardResult, Sample
 
 LengthUnit = Literal["tokens", "words", "characters"]
@@ -51,7 +51,7 @@ def make_length_target(
 
     Raises ConfigError if target is negative, width is not above 0, or the unit is unknown.
     """
-    _check_unit(unit)
+    require_choice("unit", unit, LengthUnit)
     require(0 <= target < math.inf, f"target={target}; it must be a number of at least 0")
     require(0 < width < math.inf, f"width={width}; it must be a number above 0")
 
@@ -69,7 +69,7 @@ def make_length_cutoff(
 
     Raises ConfigError unless 0 <= least <= most, or if the unit is unknown.
     """
-    _check_unit(unit)
+    require_choice("unit", unit, LengthUnit)
     require(0 <= least <= most, f"least={least} and most={most}; they must be 0 <= least <= most")
 
     def length_cutoff(sample: Sample) -> RewardResult:
@@ -77,8 +77,3 @@ def make_length_cutoff(
         return RewardResult(within, {"length": within})
 
     return length_cutoff
-
-
-def _check_unit(unit: str) -> None:
-    units = get_args(LengthUnit)
-    require(unit in units, f"unit={unit!r}; it must be one of {', '.join(units)}")

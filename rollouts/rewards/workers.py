@@ -18,7 +18,6 @@ import math
 import os
 import re
 import secrets
-import select
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -40,6 +39,7 @@ from rollouts.errors import (
 )
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.processes.process import Process, open_process
+from rollouts.processes.program import wait_readable
 from rollouts.rewards.worker import (
     EXIT_LOST_CHANNEL,
     Answer,
@@ -310,9 +310,7 @@ async def _describe_end(process: Process) -> str:
 def is_readable(process: Process) -> bool:
     """Whether there are bytes to read from a worker, or it has closed its channel."""
     assert process.channel is not None
-    poll = select.poll()
-    poll.register(process.channel.socket.fileno(), select.POLLIN)
-    return bool(poll.poll(0))
+    return wait_readable(0, process.channel.socket.fileno())
 
 
 def make_environment() -> dict[str, str]:

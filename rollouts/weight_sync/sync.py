@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -54,10 +54,6 @@ from rollouts.weight_sync.update import (
     score_by_trainer,
     sync_weights_to_engines,
 )
-
-if TYPE_CHECKING:
-    from rollouts.engines.fleet import Fleet
-    from rollouts.metrics.spans import SpanRecorder
 
 MAX_REVIVALS = 6  # failures in a row after which an engine waits for the next update
 RETRY_BASE_S, RETRY_CAP_S = 1.0, 60.0  # between two tries of an update that reached no engine
@@ -400,18 +396,10 @@ async def open_synced_fleet(
         yield fleet, partial(_sync_members, sync, fleet)
 
 
-async def _sync_members(
-    sync: WeightSync,
-    fleet: Fleet,
-    backend: TrainingBackend,
-    engines: Sequence[InferenceEngine],
-    version: int,
-    *,
-    released: trio.Event | None = None,
-) -> Mapping[str, float]:
+async def _sync_members(sync: WeightSync, fleet: Fleet, *step: Any, **options: Any) -> Mapping[str, float]:
     """A SyncWeights: waits for a member that can be updated, and has the fleet's statistics as metrics."""
     await fleet.wait_members_for_update()
-    metrics = await sync(backend, engines, version, released=released)
+    metrics = await sync(*step, **options)
     return {**metrics, **{make_metric_name(key): value for key, value in fleet.statistics().items()}}
 
 

@@ -175,7 +175,7 @@ async def test_a_complete_checkpoint_is_never_overwritten(stage_dir):
 
 def manifest_of(path: str) -> str:
     """As a hostile hand would write it: with the right hash of itself."""
-    return encode_manifest(Manifest("rl", 2, (FileRecord(path, 1, ""),))).decode()
+    return encode_manifest(Manifest("rl", 2, None, (FileRecord(path, 1, ""),))).decode()
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,11 @@ def test_a_variable_that_is_wrong_is_named(changes: dict, message: str):
 @pytest.mark.slow
 def test_torchrun_starts_every_rank_with_the_arguments_and_starts_again_after_a_failure(tmp_path: Path):
     (tmp_path / "job.py").write_text(
-        "import dataclasses, json, os, sys\n"
+        "import json, os, sys\n"
         "from pathlib import Path\n"
         "from rollouts.ranks.launch import read_launch\n"
         "launch = read_launch(os.environ)\n"
-        "told = json.dumps([dataclasses.asdict(launch), sys.argv[1:]])\n"
+        "told = json.dumps([launch._asdict(), sys.argv[1:]])\n"
         "Path(f'rank-{launch.rank}-restart-{launch.restart}').write_text(told)\n"
         "sys.exit(75 if launch.restart == 0 and launch.rank == 1 else 0)\n"
     )

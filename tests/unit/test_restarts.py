@@ -4,7 +4,6 @@ starts anew.
 
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,18 +46,18 @@ def test_what_the_same_agent_starts_is_a_restart_whatever_the_count_says(run_dir
     use(run_dir, ALONE)
     assert find_restart(run_dir, ALONE) == "yes"
     use(run_dir, SPREAD, others=["b"])
-    found = find_restart(run_dir, replace(SPREAD, agent="b"))
+    found = find_restart(run_dir, SPREAD._replace(agent="b"))
     assert found == "yes", "rank 0 is on another machine than before"
 
 
 @pytest.mark.parametrize("run_id", ["job", "none", ""])
 def test_two_runs_of_one_machine_with_the_same_id_are_two(run_dir, run_id):
-    use(run_dir, replace(ALONE, run_id=run_id))
-    assert choose_resume(run_dir, replace(ALONE, run_id=run_id, agent="later"), asked=False) == ("no", False)
+    use(run_dir, ALONE._replace(run_id=run_id))
+    assert choose_resume(run_dir, ALONE._replace(run_id=run_id, agent="later"), asked=False) == ("no", False)
 
 
 def test_a_start_that_is_refused_once_it_has_locked_leaves_the_run_to_its_own_agent(run_dir):
-    later = replace(ALONE, agent="later")
+    later = ALONE._replace(agent="later")
     assert choose_resume(run_dir, later, asked=False) == ("no", False), "both look before either has locked"
     use(run_dir, ALONE)
     run_dir.config.touch()
@@ -66,20 +65,20 @@ def test_a_start_that_is_refused_once_it_has_locked_leaves_the_run_to_its_own_ag
     with pytest.raises(RunDirError, match="is not empty"):
         check_run_dir(run_dir, RunConfig(), resume=False, locked=True)
     os.close(lock)
-    assert find_restart(run_dir, replace(ALONE, restart=1)) == "yes"
-    assert find_restart(run_dir, replace(later, restart=1)) == "no"
+    assert find_restart(run_dir, ALONE._replace(restart=1)) == "yes"
+    assert find_restart(run_dir, later._replace(restart=1)) == "no"
 
 
 def test_without_agents_the_launchers_count_tells(run_dir):
-    assert find_restart(run_dir, replace(ALONE, restart=1)) == "yes", "it failed before it had the directory"
-    use(run_dir, replace(ALONE, agent=""))
-    found = [find_restart(run_dir, replace(ALONE, agent="", restart=count)) for count in (0, 1)]
+    assert find_restart(run_dir, ALONE._replace(restart=1)) == "yes", "it failed before it had the directory"
+    use(run_dir, ALONE._replace(agent=""))
+    found = [find_restart(run_dir, ALONE._replace(agent="", restart=count)) for count in (0, 1)]
     assert found == ["no", "yes"]
 
 
 def test_a_new_machine_with_rank_0_resumes_if_a_machine_of_before_is_there(run_dir):
     use(run_dir, SPREAD, others=["b"])
-    newcomer = replace(SPREAD, agent="new")
+    newcomer = SPREAD._replace(agent="new")
     assert find_restart(run_dir, newcomer) == "if another rank says so"
     use(run_dir, newcomer, others=["b"])
     assert read_agents(run_dir) == ("job", {"a", "b", "new"}), "the machine that left may come back"
@@ -89,7 +88,7 @@ def test_a_new_machine_with_rank_0_resumes_if_a_machine_of_before_is_there(run_d
 def test_a_launch_of_the_same_id_on_several_machines_is_refused_again_and_again(run_dir, others):
     use(run_dir, SPREAD, others=["b"])
     for count in range(2):
-        second = replace(SPREAD, agent="c", restart=count)
+        second = SPREAD._replace(agent="c", restart=count)
         with pytest.raises(RunDirError, match="another launch has used it last; go on with --resume"):
             use(run_dir, second, others=others)
         assert read_agents(run_dir) == ("job", {"a", "b"})
