@@ -24,8 +24,8 @@ def add(a: int, b: int) -> int:
     return a + b
 
 def main(row):
-    # it wants to force calls and to stop at texts, and an engine does neither
-    model = OpenAIModel("policy", tool_choice=REMOVE_PARAMETER, stop=REMOVE_PARAMETER)
+    # it wants to force calls, and an engine cannot
+    model = OpenAIModel("policy", tool_choice=REMOVE_PARAMETER)
     answer = ToolCallingAgent(tools=[add], model=model, verbosity_level=0).run(row["prompt"], max_steps=4)
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     reward = {"right": float(str(answer) == row["answer"])}
