@@ -47,16 +47,14 @@ class _Loaded(Generic[T]):
 
 
 class ReferenceCache(Generic[T]):
-    """Models in memory, by name, until aclose(). Made by open_reference_cache."""
+    """Models in memory, by name. Made by open_model_cache."""
 
     def __init__(
-        self, budget_bytes: int, measure: Measure, open_model: Callable[[str], AbstractAsyncContextManager[T]]
+        self,
+        budget_bytes: int,
+        measure: Measure,
+        open_model: Callable[[str], AbstractAsyncContextManager[T]],
     ) -> None:
-        """A cache of at most `budget_bytes` of models. Nothing is loaded before a lease asks for it.
-
-        `measure` gives the size of a model before it is loaded; `open_model` loads it, and frees its memory
-        when it is left. When it raises, Cancelled too, nothing of the model is left in memory.
-        """
         self._budget = budget_bytes
         self._measure, self._open = measure, open_model
         self._loaded: dict[str, _Loaded[T]] = {}  # least recently used first
@@ -149,6 +147,22 @@ def _add_up(sizes: Collection[ModelSize]) -> int:
 
 
 @asynccontextmanager
+async def open_model_cache(
+    *,
+    budget_bytes: int,
+    measure: Measure,
+    open_model: Callable[[str], AbstractAsyncContextManager[T]],
+) -> AsyncIterator[ReferenceCache[T]]:
+    """A cache of at most `budget_bytes` of models. Nothing is loaded before a lease asks for it.
+
+    `measure` gives the size of a model before it is loaded; `open_model` loads it, and frees its memory when
+    it is left. When it raises, Cancelled too, nothing of the model is left in memory.
+    """
+    async with aclosing(ReferenceCache(budget_bytes, measure, open_model)) as cache:
+        yield cache
+
+
+@asynccontextmanager
 async def open_reference_cache(
     *,
     budget_bytes: int,
@@ -186,7 +200,9 @@ async def open_reference_cache(
             yield reference
             await reference.release()
 
-    async with aclosing(
-        ReferenceCache(budget_bytes, lambda name: trio.to_thread.run_sync(measure, name), open_model)
+    async with open_model_cache(
+        budget_bytes=budget_bytes,
+        measure=lambda name: trio.to_thread.run_sync(measure, name),
+        open_model=open_model,
     ) as cache:
         yield cache

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rollouts.advantages.inputs import check_finite
+from rollouts.advantages.inputs import check_rows
 from rollouts.types import FloatArray
 
 
@@ -24,7 +24,7 @@ class RewardNormaliser:
     def __call__(self, rewards: ArrayLike) -> FloatArray:
         """Raises ValueError naming a reward that is not finite, and then counts none."""
         values = np.asarray(rewards, np.float64)
-        check_finite(values, "rewards")
+        check_rows(values, "rewards", len(values))
         if len(values):
             total, shift = self.count + len(values), float(values.mean()) - self.mean
             self.squares += len(values) * (float(values.var()) + shift**2 * self.count / total)
