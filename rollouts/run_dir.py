@@ -89,8 +89,9 @@ class RunDir:
             raise RunDirError(
                 f"stage {stage!r} is to name a folder of checkpoints; use letters, digits, _ and -"
             )
-        check_inside(self.root, self.checkpoints / stage)
-        return self.checkpoints / stage
+        path = self.checkpoints / stage
+        check_inside(self.root, path)
+        return path
 
     def checkpoint(self, stage: str, step: int) -> Path:
         """Raises RunDirError like stage_checkpoints, also for a step below 0."""
@@ -105,8 +106,8 @@ def check_links(run_dir: RunDir) -> None:
     """Raises RunDirError when one of the run's files or directories is a symbolic link that leads out of the
     run directory.
     """
-    for name, value in vars(RunDir).items():
-        path = getattr(run_dir, name) if isinstance(value, _Inside) else run_dir.root
+    paths = [getattr(run_dir, name) for name, value in vars(RunDir).items() if isinstance(value, _Inside)]
+    for path in paths:
         for part in (path, *list_parts(path)):
             check_inside(run_dir.root, part)
 
@@ -203,7 +204,7 @@ def check_inside(root: Path, path: Path) -> None:
 def parse_step(name: str) -> int | None:
     """N of `step_N`, None for any other name."""
     match = STEP_NAME.fullmatch(name)
-    return int(match.group(1)) if match else None
+    return int(match[1]) if match else None
 
 
 # --- whether a run is at work -------------------------------------------------------------------------------
@@ -258,26 +259,21 @@ def is_locked(run_dir: RunDir) -> bool | None:
     Asking takes a shared lock for a moment, which never keeps a run from starting: it tries again.
     """
     try:
-        descriptor = os.open(run_dir.lock, os.O_RDONLY | os.O_CLOEXEC)
+        with run_dir.lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
     return False
 
 
 def read_holder(run_dir: RunDir) -> Mapping[str, Any]:
     """What the file of the lock says of the process that locked it last; nothing where it cannot be read."""
     try:
-        holder: Any = json.loads(run_dir.lock.read_text(encoding="utf-8"))
+        holder = json.loads(run_dir.lock.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return holder if isinstance(holder, dict) else {}
