@@ -158,19 +158,23 @@ def replace_file(path: Path, chunks: Iterable[bytes], *, way_out: str = "free sp
             raise FileExistsError("it is no plain file")
         with partial.open("wb") as file:
             file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
+        fsync_path(partial)
         partial.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        fsync_path(path.parent)
     except OSError as error:
         raise StorageError(f"{path} cannot be written ({error}); {way_out}") from error
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def fsync_path(path: Path) -> None:
+    """Returns once the file's bytes, or the directory's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def checkpoint_state_dir(checkpoint: Path) -> Path:
