@@ -25,7 +25,7 @@ VARIABLES = ("ROLLOUTS_CRASH_AT", "ROLLOUTS_RAISE_AT", "ROLLOUTS_HANG_AT")
 LIST_VARIABLE = "ROLLOUTS_LIST_POINTS"
 
 # by name, what holds there; the word before the dot is the point's class
-POINTS: Mapping[str, str] = dict(
+POINTS = dict(
     re.findall(
         r"(\S+) +(.+)",
         """\

@@ -177,7 +177,7 @@ def reward_std(group: SampleGroup) -> float:
     return float(rewards_of(group).std())
 
 
-RANKERS: Mapping[str, Callable[[SampleGroup], float]] = {"reward_std": reward_std}
+RANKERS = {"reward_std": reward_std}
 
 
 def make_filter(name: str, **thresholds: float | str) -> GroupFilter:

@@ -30,7 +30,6 @@ import re
 import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -55,8 +54,7 @@ class _Inside:
         return path
 
 
-@dataclass(frozen=True)
-class RunDir:
+class RunDir(NamedTuple):
     """Paths of one run. Makes nothing on disk."""
 
     root: Path
@@ -277,7 +275,7 @@ def is_locked(run_dir: RunDir) -> bool | None:
 def read_holder(run_dir: RunDir) -> Mapping[str, Any]:
     """What the file of the lock says of the process that locked it last; nothing where it cannot be read."""
     try:
-        holder = json.loads(run_dir.lock.read_text(encoding="utf-8"))
+        holder = json.loads(run_dir.lock.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return holder if isinstance(holder, dict) else {}
