@@ -316,7 +316,7 @@ async def open_embedded(
 
 def read_vocab_size(backend: Backend) -> int:
     """Token ids of the model."""
-    return int(backend.model.config.get_text_config().vocab_size)
+    return backend.model.config.get_text_config().vocab_size
 
 
 # --- what scores --------------------------------------------------------------------------------------------

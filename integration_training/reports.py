@@ -17,7 +17,7 @@ import trio
 
 from integration_training.opening import HELD_OUT, Run, Stage, accuracy_key, say, scorer_options
 from rollouts import __version__
-from rollouts.checkpoints.writer import write_into
+from rollouts.checkpoints.writer import WriteModel, write_into
 from rollouts.config.load import EVALUATE, stage_config
 from rollouts.crash_points import reach
 from rollouts.evaluation.evaluate import evaluate
@@ -208,8 +208,8 @@ def surround(
     """
 
     async def save(step: int, encode: EncodeState) -> None:
-        write_more: list[Callable[[Path], Awaitable[None]]] = []
-        if opened.name == "rl" and step % opened.section.sync_every != 0:
+        write_more: list[WriteModel] = []
+        if opened.name == "rl" and step % opened.section.sync_every:
             assert opened.engine is not None
             write_engine = await hold_engine_weights(opened.engine, step)
             write_more += [write_engine] if write_engine else []

@@ -128,17 +128,17 @@ async def run_training(command: argparse.Namespace, config: RunConfig, launch: L
         held.callback(os.close, lock)
         # again: a run may have begun and ended since
         check_run_dir(run_dir, config, resume=resume, locked=True)
-        write_holder(lock, record_launch(run_dir, launch, restart))
 
-        def confirm(agents: Collection[str]) -> None:
+        def record(agents: Collection[str] | None) -> None:
             write_holder(lock, record_launch(run_dir, launch, restart, agents))
 
+        record(None)
         run = None
         async with trio.open_nursery() as nursery:
             stop = Stop(say=say)
             nursery.start_soon(lambda: watch_signals(stop, launched="TORCHELASTIC_RUN_ID" in os.environ))
             nursery.start_soon(end_overdue, stop)
-            run = await train_stages(command.stages, launch, prepared, config, console, stop, device, confirm)
+            run = await train_stages(command.stages, launch, prepared, config, console, stop, device, record)
             nursery.cancel_scope.cancel()
         if run is None:
             say(f"stopped; go on with --resume --output.dir {run_dir.root}", sys.stdout)
@@ -197,7 +197,7 @@ async def train_stages(
 
 @asynccontextmanager
 async def open_record(
-    prepared: PreparedRun, attempt: int, progress: Progress | None
+    prepared: PreparedRun, attempt: int, progress: Progress
 ) -> AsyncIterator[MetricsLogger]:
     """The resolved config, the files of metrics and what follows them. Before this nothing is written at all,
     or a corrected command would be refused.

@@ -196,8 +196,9 @@ async def train_reward_model(run: Run, opened: Stage) -> int:
         loss, measured = make_regression_loss(mean, std), partial(measure_regression, targets=targets)
         backend.model.config.update({"score_mean": mean, "score_std": std})  # into every checkpoint
     train = partial(reward_model.run_reward_model_training, backend, training, config, loss=on_backend(loss))
-    evaluate = partial(reward_model.evaluate_reward_model, backend, held_out, name=PAIRS)
-    measure = partial(evaluate, measure=on_backend(measured))
+    measure = partial(
+        reward_model.evaluate_reward_model, backend, held_out, name=PAIRS, measure=on_backend(measured)
+    )
     return await train_and_measure(run, opened, train, measure)
 
 

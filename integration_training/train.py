@@ -79,9 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
     except* KeyboardInterrupt:
         print("interrupted before training began", file=sys.stderr)
-    if not errors:
-        return 130
-    return errors[0].exit_code
+    return errors[0].exit_code if errors else 130
 
 
 def leaf_errors(group: BaseExceptionGroup[RolloutsError]) -> list[RolloutsError]:

@@ -25,7 +25,7 @@ VARIABLES = ("ROLLOUTS_CRASH_AT", "ROLLOUTS_RAISE_AT", "ROLLOUTS_HANG_AT")
 LIST_VARIABLE = "ROLLOUTS_LIST_POINTS"
 
 # by name, what holds there; the word before the dot is the point's class
-POINTS: Mapping[str, str] = dict(
+POINTS = dict(
     re.findall(
         r"(\S+) +(.+)",
         """\
@@ -94,7 +94,7 @@ def reach(name: str) -> None:
     assert name in POINTS, f"{name!r} is no crash point; write it into POINTS with a sentence"
     if _listing:
         os.write(_listing[0], f"{name}\n".encode())
-    if not _armed or name not in _armed:
+    if name not in _armed:
         return
     variable, nth, count = _armed[name]
     if next(count) != nth:

@@ -132,8 +132,7 @@ class DeviceThread:
             torch.set_num_threads(self._torch_threads)
         while (entry := self._jobs.get()) is not None:
             self._running, job, future = entry
-            value: Any = None
-            error: BaseException | None = None
+            value = error = None
             try:
                 self._check_dropping()
                 value = job()
@@ -172,9 +171,10 @@ async def open_device_thread(*, name: str, torch_threads: int | None = None) -> 
     """
     thread = DeviceThread(name, torch_threads)
     stopped = trio.Event()
-    token = trio.lowlevel.current_trio_token()
     # not to_thread.run_sync in a nursery: the nursery would wrap every exception of the body in a group
-    trio.lowlevel.start_thread_soon(thread._run_jobs, lambda ended: token.run_sync_soon(stopped.set), name)
+    trio.lowlevel.start_thread_soon(
+        thread._run_jobs, lambda ended: thread._token.run_sync_soon(stopped.set), name
+    )
     drop_queued = True
     try:
         yield thread

@@ -256,9 +256,8 @@ class EngineOverloaded(InfrastructureError):
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
-        self.retry_after_s = (
-            retry_after_s  # seconds that the server asks to be left alone; None: it does not say
-        )
+        # seconds that the server asks to be left alone; None: it does not say
+        self.retry_after_s = retry_after_s
 
 
 class ReplyError(InfrastructureError):

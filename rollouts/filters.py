@@ -74,7 +74,8 @@ def check_consensus(group: SampleGroup, *, min_ratio: float = 0.0) -> FilterDeci
     Reads the parts has_label and vote_ratio of rollouts.rewards.consensus. Raises ValueError if a sample
     lacks them.
     """
-    has_label, ratio = (_part_of(group, part, "check_consensus")[0] for part in ("has_label", "vote_ratio"))
+    has_label = _part_of(group, "has_label", "check_consensus")[0]
+    ratio = _part_of(group, "vote_ratio", "check_consensus")[0]
     rule = f"below {min_ratio:.4g}" if has_label else "no label"
     detail = f"vote ratio {ratio:.4g} of {len(group.samples)} samples: {rule}"
     return _decide(bool(has_label) and ratio >= min_ratio, "no_consensus", detail)
@@ -86,12 +87,13 @@ def _decide(keep: bool, reason: str, detail: str) -> FilterDecision:
 
 def _part_of(group: SampleGroup, part: str, name: str) -> NDArray[np.float64]:
     """That part of the reward of each trajectory."""
-    if any(part not in sample.rewards for sample in group.ends):
+    values = [sample.rewards.get(part) for sample in group.ends]
+    if None in values:
         raise ValueError(
             f"{name} needs the part {part!r} of the reward, which a sample of group {group.group_index} has"
             " not; report it there"
         )
-    return np.asarray([sample.rewards[part] for sample in group.ends])
+    return np.asarray(values, np.float64)
 
 
 def rewards_of(group: SampleGroup) -> NDArray[np.float64]:
@@ -175,7 +177,7 @@ def reward_std(group: SampleGroup) -> float:
     return float(rewards_of(group).std())
 
 
-RANKERS: Mapping[str, Callable[[SampleGroup], float]] = {"reward_std": reward_std}
+RANKERS = {"reward_std": reward_std}
 
 
 def make_filter(name: str, **thresholds: float | str) -> GroupFilter:

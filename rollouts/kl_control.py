@@ -80,7 +80,7 @@ def _bind(control: Callable[..., float], **settings: float) -> KLControl:
     return bound
 
 
-KL_CONTROLS: dict[str, Callable[..., KLControl]] = {
+KL_CONTROLS = {
     "fixed": functools.partial(_bind, keep_kl_coef),
     "proportional": functools.partial(_bind, compute_adaptive_kl_coef),
     "two_sided": functools.partial(_bind, compute_two_sided_kl_coef),

@@ -33,7 +33,7 @@ def check_json(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value}; JSON has no such number")
     if isinstance(value, int) and value.bit_length() > LARGEST_BITS:
         raise ValueError(f"{name} is an integer of {value.bit_length()} bits; write it as text")
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, int | float | str | None):
         return
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -140,8 +140,7 @@ def _refuse_unread_keys(turn: Mapping[str, Any]) -> None:
 
 
 def _checked_tool_call(call: object, name: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
         raise ValueError(f"{name} has no function; a tool call is {CALL_FORM}")
     if (call.get("type") or "function") != "function":
         raise ValueError(f"{name}.type is {call['type']!r}; a tool call is {CALL_FORM}")
@@ -158,7 +157,7 @@ def parse_tool_arguments(arguments: object, name: str) -> dict[str, Any]:
     """The arguments of a tool call as an object, from one or from its JSON text. Raises ValueError, beginning
     with `name`, for others.
     """
-    value: object = arguments
+    value = arguments
     if isinstance(arguments, str):
         try:
             value = parse_json(arguments)

@@ -38,7 +38,7 @@ class Max(NamedTuple):
     value: float
 
     def merge(self, other: Max) -> Max:
-        return max(self, other, key=lambda one: one.value)
+        return max(self, other)
 
 
 class Min(NamedTuple):
@@ -47,7 +47,7 @@ class Min(NamedTuple):
     value: float
 
     def merge(self, other: Min) -> Min:
-        return min(self, other, key=lambda one: one.value)
+        return min(self, other)
 
 
 class EffectiveShare(NamedTuple):

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rollouts.errors import ConfigError, find_by_name
@@ -62,7 +62,7 @@ def _order_pairs(group: SampleGroup) -> list[SamplePair]:
     return sorted((pair for pair in pairs if pair.margin > 0), key=lambda pair: -pair.margin)
 
 
-PAIR_SELECTORS: Mapping[str, Callable[..., PairSelector]] = {
+PAIR_SELECTORS = {
     "best_worst": lambda: select_best_worst,
     "margin": make_margin_selector,
 }

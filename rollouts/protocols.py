@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from rollouts.metrics.contributions import UpdateRecord
     from rollouts.metrics.spans import Span
 
-ResultT = TypeVar("ResultT")
 CoResultT = TypeVar("CoResultT", covariant=True)
 
 

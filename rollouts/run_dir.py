@@ -30,7 +30,6 @@ import re
 import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -55,8 +54,7 @@ class _Inside:
         return path
 
 
-@dataclass(frozen=True)
-class RunDir:
+class RunDir(NamedTuple):
     """Paths of one run. Makes nothing on disk."""
 
     root: Path
@@ -89,8 +87,9 @@ class RunDir:
             raise RunDirError(
                 f"stage {stage!r} is to name a folder of checkpoints; use letters, digits, _ and -"
             )
-        check_inside(self.root, self.checkpoints / stage)
-        return self.checkpoints / stage
+        path = self.checkpoints / stage
+        check_inside(self.root, path)
+        return path
 
     def checkpoint(self, stage: str, step: int) -> Path:
         """Raises RunDirError like stage_checkpoints, also for a step below 0."""
@@ -105,8 +104,8 @@ def check_links(run_dir: RunDir) -> None:
     """Raises RunDirError when one of the run's files or directories is a symbolic link that leads out of the
     run directory.
     """
-    for name, value in vars(RunDir).items():
-        path = getattr(run_dir, name) if isinstance(value, _Inside) else run_dir.root
+    paths = [getattr(run_dir, name) for name, value in vars(RunDir).items() if isinstance(value, _Inside)]
+    for path in paths:
         for part in (path, *list_parts(path)):
             check_inside(run_dir.root, part)
 
@@ -157,19 +156,23 @@ def replace_file(path: Path, chunks: Iterable[bytes], *, way_out: str = "free sp
             raise FileExistsError("it is no plain file")
         with partial.open("wb") as file:
             file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
+        fsync_path(partial)
         partial.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        fsync_path(path.parent)
     except OSError as error:
         raise StorageError(f"{path} cannot be written ({error}); {way_out}") from error
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def fsync_path(path: Path) -> None:
+    """Returns once the file's bytes, or the directory's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def checkpoint_state_dir(checkpoint: Path) -> Path:
@@ -203,7 +206,7 @@ def check_inside(root: Path, path: Path) -> None:
 def parse_step(name: str) -> int | None:
     """N of `step_N`, None for any other name."""
     match = STEP_NAME.fullmatch(name)
-    return int(match.group(1)) if match else None
+    return int(match[1]) if match else None
 
 
 # --- whether a run is at work -------------------------------------------------------------------------------
@@ -258,26 +261,21 @@ def is_locked(run_dir: RunDir) -> bool | None:
     Asking takes a shared lock for a moment, which never keeps a run from starting: it tries again.
     """
     try:
-        descriptor = os.open(run_dir.lock, os.O_RDONLY | os.O_CLOEXEC)
+        with run_dir.lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
     return False
 
 
 def read_holder(run_dir: RunDir) -> Mapping[str, Any]:
     """What the file of the lock says of the process that locked it last; nothing where it cannot be read."""
     try:
-        holder: Any = json.loads(run_dir.lock.read_text(encoding="utf-8"))
+        holder = json.loads(run_dir.lock.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return holder if isinstance(holder, dict) else {}

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -66,10 +66,12 @@ def _frozen_array(name: str, value: ArrayLike, dtype: Any, length: int | None) -
             " per token"
         )
     kinds, what = ARRAY_KINDS[wanted.kind]
-    fits = source.dtype.kind in kinds or (wanted.kind == "b" and bool(np.isin(source, (0, 1)).all()))
+    fits = source.dtype.kind in kinds or (wanted.kind == "b" and np.isin(source, (0, 1)).all())
     if len(source) and not fits:
         raise ValueError(f"Sample.{name} has dtype {source.dtype}; it must hold {what}")
     result = source.astype(wanted)
+    if wanted.kind == "f" and not np.isfinite(result).all():
+        raise ValueError(f"Sample.{name} holds a value that is not finite")
     result.flags.writeable = False
     return result
 
@@ -92,9 +94,7 @@ class Sample:
     loss_mask: BoolArray = EMPTY  # [T] 1 where the token trains
     rollout_log_probs: FloatArray = EMPTY  # [T] nats, of the distribution sampled from
     weight_versions: IntArray = EMPTY  # [T] version that produced the token
-    turn_rewards: FloatArray = (
-        EMPTY  # [T] of a turn at its last sampled token, and there alone; 0.0 elsewhere
-    )
+    turn_rewards: FloatArray = EMPTY  # [T] of a turn at its last sampled token alone; 0.0 elsewhere
     # of the whole trajectory: its turn rewards, of all segments, and a final reward; None until scored
     reward: float | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)  # named parts of the reward
@@ -114,7 +114,7 @@ class Sample:
             raise ValueError(f"Sample.response is a {type(self.response).__name__}; it must be text")
         put("tokens", _frozen_array("tokens", self.tokens, np.int64, None))
         count = len(self.tokens)
-        if count and int(self.tokens.min()) < 0:
+        if count and self.tokens.min() < 0:
             raise ValueError(f"Sample.tokens holds {int(self.tokens.min())}; token ids are not negative")
         for name, dtype, blank in (
             ("loss_mask", np.bool_, 0),
@@ -127,9 +127,6 @@ class Sample:
             known = np.count_nonzero(value) if name == "turn_rewards" else len(value)
             filled = value if known else np.full(count, blank, dtype)
             put(name, _frozen_array(name, filled, dtype, count))
-        for name in ("rollout_log_probs", "turn_rewards"):
-            if not np.isfinite(getattr(self, name)).all():
-                raise ValueError(f"Sample.{name} holds a value that is not finite")
         if self.reward is not None:
             put("reward", _finite("Sample.reward", self.reward))
         parts = self.rewards.items()
@@ -180,7 +177,7 @@ def split_trajectories(samples: Sequence[Sample]) -> tuple[tuple[Sample, ...], .
 
 
 def _finite(name: str, value: object) -> float:
-    if isinstance(value, bool | int | float | np.integer | np.floating | np.bool_):
+    if isinstance(value, int | float | np.integer | np.floating | np.bool_):
         number = float(value)
         if math.isfinite(number):
             return number
@@ -208,7 +205,7 @@ class SampleGroup:
         ValueError if a sample has none.
         """
         values = [sample.reward for sample in self.samples]
-        if any(value is None for value in values):
+        if None in values:
             raise ValueError(f"group {self.group_index} has samples without a reward")
         return np.asarray(values, np.float32)
 
@@ -243,9 +240,8 @@ class RolloutBatch:
     ref_log_probs: FloatRows | None = None  # nats; frozen reference
     teacher_log_probs: FloatRows | None = None  # nats; the policy's own where the teacher says nothing
     advantages: FloatRows | None = None
-    mean_advantages: FloatArray | None = (
-        None  # [B] of each row over the tokens that train, 0 of none; for the record
-    )
+    # [B] of each row over the tokens that train, 0 of none; for the record
+    mean_advantages: FloatArray | None = None
     returns: FloatRows | None = None  # what a critic's values are to become, in the reward's unit
     old_values: FloatRows | None = None  # the critic's own, before the first update on the batch
     group_indices: IntArray | None = None  # [B]
@@ -337,17 +333,14 @@ class EngineFeatures:
     deterministic: bool = False
     name: str = "local"  # what errors and metrics call it; unique in a fleet
     seeds: bool = True  # sampling.seed fixes the random stream of a request
-    version_spans: bool = (
-        True  # each token knows the version that produced it; else only whole completions do
-    )
+    version_spans: bool = True  # each token knows the version that produced it; else only whole answers do
     log_probs: bool = True  # of the distribution sampled from; without them nothing can train
     checksum: bool = False  # checksum() says what the weights are
     frees_memory: bool = True  # release_memory() gives memory back
     gaps: tuple[str, ...] = ()  # a sentence for each thing that it cannot do
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
+class EngineLoad(NamedTuple):
     """How busy an engine is."""
 
     running: int  # requests being decoded
@@ -363,8 +356,7 @@ class RewardResult:
     note: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FilterDecision:
+class FilterDecision(NamedTuple):
     """Whether a group trains. A dropped group says why: a short name that metrics count by, and a
     sentence.
     """
@@ -443,9 +435,5 @@ class OptimStepResult(TimedResult):
     skipped: str | None = None  # why the step changed nothing ("gradient norm is inf"); None when it counted
 
 
-_encoder = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-
-
-def encode_json(value: object) -> str:
-    """Compact JSON; raises ValueError on NaN and infinity."""
-    return _encoder.encode(value)
+# compact JSON of a value; raises ValueError on NaN and infinity
+encode_json = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode

@@ -28,12 +28,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from rollouts.errors import BackendError, CheckpointError
-from rollouts.models.directories import fsync_path
 from rollouts.models.export import Bucket
 from rollouts.models.safetensors_file import write_safetensors
 from rollouts.models.sharded import compute_local_slices, get_local, reshard
 from rollouts.ranks.meet import Ranks
-from rollouts.run_dir import checkpoint_state_dir
+from rollouts.run_dir import checkpoint_state_dir, fsync_path
 from rollouts.weight_sync.flat_buckets import split_buckets
 
 if TYPE_CHECKING:

@@ -143,13 +143,12 @@ def describe_unreadable(path: Path, error: OSError) -> CheckpointError:
 # --- checkpoints --------------------------------------------------------------------------------------------
 
 
-TRAINER_STATE = "trainer.json"
 Report = Callable[[str], object]  # takes one line for a person
 
 
 def trainer_state_path(checkpoint: Path) -> Path:
     """Where a checkpoint keeps the loop's own state, as JSON."""
-    return checkpoint_state_dir(checkpoint) / TRAINER_STATE
+    return checkpoint_state_dir(checkpoint) / "trainer.json"
 
 
 def check_checkpoint(path: Path, *, hashes: bool) -> Manifest:

@@ -74,7 +74,7 @@ def remove_incomplete(stage_dir: Path) -> list[Path]:
     """The temporary directories of saves and removals that never finished, now deleted. Only when nobody is
     saving into `stage_dir`.
     """
-    leftovers = sorted(stage_dir.glob(f"{TEMPORARY_PREFIX}*")) if stage_dir.is_dir() else []
+    leftovers = sorted(stage_dir.glob(f"{TEMPORARY_PREFIX}*"))
     for leftover in leftovers:
         shutil.rmtree(leftover)
     return leftovers

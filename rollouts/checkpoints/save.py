@@ -32,8 +32,8 @@ from rollouts.checkpoints.load import (
 )
 from rollouts.crash_points import reach
 from rollouts.errors import CheckpointError, StorageError
-from rollouts.models.directories import fsync_path, fsync_tree
-from rollouts.run_dir import checkpoint_manifest, parse_step
+from rollouts.models.directories import fsync_tree
+from rollouts.run_dir import checkpoint_manifest, fsync_path, parse_step
 from rollouts.types import JSONValue, check_json, encode_json
 
 TEMPORARY_PREFIX = ".tmp-"
@@ -89,8 +89,7 @@ async def save_checkpoint(
 def _make_temporary(temporary: Path, expected_bytes: int) -> None:
     temporary.mkdir(parents=True)
     reach("checkpoint.directory_made")
-    free = shutil.disk_usage(temporary).free
-    if free < expected_bytes:
+    if shutil.disk_usage(temporary).free < expected_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -124,13 +123,13 @@ def read_back(checkpoint: Path, manifest: Manifest) -> None:
     """Raises StorageError naming the first file that does not read as the manifest says, or the manifest.
     Files must be synced. Blocks.
     """
-    file = checkpoint_manifest(checkpoint)
     for record in manifest.files:
-        drop_from_cache(checkpoint / record.path)
-        if record_file(checkpoint, checkpoint / record.path) != record:
-            file = checkpoint / record.path
+        file = checkpoint / record.path
+        drop_from_cache(file)
+        if record_file(checkpoint, file) != record:
             break
     else:
+        file = checkpoint_manifest(checkpoint)
         drop_from_cache(file)
         if file.read_bytes() == encode_manifest(manifest):
             return
@@ -163,7 +162,7 @@ def find_os_error(error: BaseException) -> OSError | None:
     return OSError(number, os.strerror(number))
 
 
-def describe_refusal(path: Path, error: OSError, expected_bytes: int = 0) -> StorageError:
+def describe_refusal(path: Path, error: OSError, expected_bytes: int) -> StorageError:
     """What could not be written and why, how much room there is, and what to do."""
     folder = next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
     try:

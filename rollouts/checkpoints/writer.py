@@ -12,13 +12,12 @@ Leaving the context waits for the save at work, also when an exception or a canc
 
 import json
 import shutil
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import trio
 
@@ -26,7 +25,7 @@ from rollouts.checkpoints.load import Report, is_complete
 from rollouts.checkpoints.retention import apply_retention, read_scores
 from rollouts.checkpoints.save import WriteModel, format_bytes, save_checkpoint
 from rollouts.errors import RolloutsError, StorageError
-from rollouts.metrics.spans import CHECKPOINTS, TRAINER, SpanRecorder
+from rollouts.metrics.spans import CHECKPOINTS, SpanRecorder
 from rollouts.protocols import TrainFuture, TrainingBackend
 from rollouts.run_dir import RunDir
 from rollouts.types import JSONValue, check_json, encode_json
@@ -59,8 +58,7 @@ class SavingBackend(TrainingBackend, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(NamedTuple):
     """What stays of a stage's checkpoints."""
 
     last: int = 0  # newest ones; 0: all
@@ -114,11 +112,10 @@ class CheckpointWriter:
         `last` save of a stage, until the checkpoint is in place. Raises StorageError if the disk refuses the
         last one twice; CheckpointError for a step that is saved.
         """
-        started = time.perf_counter()
-        check_json("state", state)
-        write = partial(self._write, step, json.loads(encode_json(state)), write_more)
-        await self.wait_written()
-        with ExitStack() as copies:
+        with self.spans.measure("checkpoint"), ExitStack() as copies:
+            check_json("state", state)
+            write = partial(self._write, step, json.loads(encode_json(state)), write_more)
+            await self.wait_written()
             held = None if last else await self._capture(copies)
             if held is None:
                 copies.close()
@@ -128,8 +125,6 @@ class CheckpointWriter:
                 self.nursery.start_soon(
                     self._save_beside, partial(write, held), copies.pop_all(), self._written
                 )
-        held_up_s = time.perf_counter() - started
-        self.spans.add("checkpoint", TRAINER, held_up_s, held_up_s)
 
     async def is_saved(self, step: int) -> bool:
         """Whether the checkpoint of `step` is in place, once no save is at work; of step 0, which is none, it
@@ -218,18 +213,16 @@ class CheckpointWriter:
             for write in (*writes, *write_more):
                 await write(path)
 
-        started = time.perf_counter()
-        await save_checkpoint(
-            self.run_dir.checkpoint(self.stage, step),
-            write_model=write_model,
-            state=state,
-            stage=self.stage,
-            step=step,
-            config_hash=self.config_hash,
-            expected_bytes=self._expected_bytes(),
-        )
-        write_s = time.perf_counter() - started
-        self.spans.add("checkpoint_write", CHECKPOINTS, write_s, write_s)
+        with self.spans.measure("checkpoint_write", CHECKPOINTS):
+            await save_checkpoint(
+                self.run_dir.checkpoint(self.stage, step),
+                write_model=write_model,
+                state=state,
+                stage=self.stage,
+                step=step,
+                config_hash=self.config_hash,
+                expected_bytes=self._expected_bytes(),
+            )
         await trio.to_thread.run_sync(retain, self.run_dir, self.stage, self.keep, self.warn)
 
     def _note_failure(self, error: StorageError, then: str) -> None:
@@ -254,7 +247,7 @@ async def open_checkpoint_writer(
     stage: str,
     *,
     config_hash: str | None = None,
-    keep: Keep = Keep(),
+    keep: Keep,
     warn: Report,
     spans: SpanRecorder | None = None,
 ) -> AsyncIterator[CheckpointWriter]:

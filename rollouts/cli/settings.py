@@ -89,7 +89,7 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if config.rl:
         check_servers(config.engine, findings)
     if arguments.call:
-        trio.run(lambda: call_functions(config, run.functions, run.rows, findings))
+        trio.run(call_functions, config, run.functions, run.rows, findings)
     return print_findings(findings, console)
 
 

@@ -286,8 +286,8 @@ deterministic:
     full_determinism deterministic_mode batch_invariant
 """
 
-REMOVED: Mapping[str, str] = dict(re.findall(r"^(\S+): (.+)$", GONE, re.MULTILINE))
-ALIASES: Mapping[str, tuple[list[str], str]] = {  # their name: (our dotted keys, what differs in brackets)
+REMOVED = dict(re.findall(r"^(\S+): (.+)$", GONE, re.MULTILINE))
+ALIASES = {  # their name: (our dotted keys, what differs in brackets)
     name: (keys.split(), note)
     for keys, note, names in re.findall(
         r"^(\w.*?)( \(.*\))?:\n((?:    .*\n)+)", NAMES_ELSEWHERE, re.MULTILINE

@@ -138,7 +138,7 @@ def _replace_removed(tables: Sequence[dict[str, Any]], prefix: str) -> None:
 def read_toml(file: Path) -> dict[str, Any]:
     """The tables of a file. Raises ConfigError for one that cannot be read or is not TOML."""
     try:
-        settings = tomllib.loads(file.read_bytes().decode("utf-8"))
+        settings = tomllib.loads(file.read_bytes().decode())
         flatten(settings)  # raises RecursionError where tables are nested too deep for everything else
         return settings
     except (OSError, ValueError, RecursionError) as error:  # a NUL in the name, not UTF-8, not TOML

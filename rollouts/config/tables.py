@@ -127,7 +127,7 @@ Tables = (_as_list, WrapSerializer(_unwrap))  # a list, of which a single table 
 # --- tables -------------------------------------------------------------------------------------------------
 
 Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow", "otlp", "statsd", "prometheus"]
-TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
+TRACKERS = get_args(Tracker)
 
 
 class OutputConfig(Section):
@@ -206,7 +206,7 @@ class ModelConfig(Section):
 
 
 SourceKind = Literal["jsonl", "parquet", "hf", "reasoning_gym", "python"]
-NEEDS: dict[SourceKind, str] = {  # what a source of a kind cannot do without
+NEEDS = {  # what a source of a kind cannot do without
     "jsonl": "path",
     "parquet": "path",
     "hf": "dataset",

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollouts.config.spelling import did_you_mean, nearest
+from rollouts.config.spelling import did_you_mean, nearest_names
 from rollouts.errors import DataError, ModelError
 from rollouts.messages import checked_messages, parse_json
 from rollouts.types import ChatMessage, JSONValue, check_json
@@ -266,8 +266,8 @@ def _split_responses(row: Row, use: RowUse) -> Row:
     needed, rule, column, types, what = RESPONSES[use]
     for field in needed:
         if field not in row:
-            close = nearest(field, [key for key in row if key not in needed])
-            hint = f'; is it {close}? Then set columns.{field} = "{close}"' if close else ""
+            close = nearest_names(field, (key for key in row if key not in needed), count=1)
+            hint = f'; is it {close[0]}? Then set columns.{field} = "{close[0]}"' if close else ""
             raise DataError(f"no `{field}`; {rule}. The row has {', '.join(row) or 'no fields'}{hint}")
     responses = needed if use == "pair" else needed[:1]
     turns = {field: [*_join(row, field)] for field in responses}

@@ -8,9 +8,10 @@ of the first sample that gave it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
+from typing import NamedTuple
 
 from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import NotEnoughSamples
@@ -27,8 +28,7 @@ from rollouts.types import JSONValue, Sample, SamplingParams, Status, split_traj
 MAX_FAILED_FRACTION = 0.2  # of the samples
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationResult:
+class EvaluationResult(NamedTuple):
     """What became of the held-out prompts."""
 
     samples: tuple[Sample, ...]  # every segment of every trajectory in prompt order, failed ones included

@@ -3,7 +3,7 @@ prompts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,8 +12,7 @@ NUM_RESAMPLES = 10_000
 CHUNK = 2**22  # resampled indices held at a time
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """A mean and how far it may be off."""
 
     mean: float
@@ -22,8 +21,7 @@ class Interval:
     confidence: float  # share of such intervals that hold the true mean, about, for large P
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyComparison:
+class PolicyComparison(NamedTuple):
     """Two policies on the same prompts."""
 
     first: Interval

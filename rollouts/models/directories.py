@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from rollouts.errors import ModelError
+from rollouts.run_dir import fsync_path
 
 # --- transformers without its noise -------------------------------------------------------------------------
 
@@ -217,15 +218,6 @@ def fsync_tree(root: Path) -> None:
         for name in names:
             fsync_path(Path(folder) / name)
         fsync_path(Path(folder))
-
-
-def fsync_path(path: Path) -> None:
-    """Returns once the file's bytes, or the directory's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 ModelHead = Literal["tokens", "scalar"]

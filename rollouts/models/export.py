@@ -22,10 +22,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rollouts.errors import ModelError, StorageError
-from rollouts.models.directories import WEIGHT_INDEX, WHOLE_FILE, fsync_path, quiet_transformers
+from rollouts.models.directories import WEIGHT_INDEX, WHOLE_FILE, quiet_transformers
 from rollouts.models.safetensors_file import TensorFile
 from rollouts.models.sharded import list_weights
 from rollouts.protocols import Bucket
+from rollouts.run_dir import fsync_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -39,7 +39,7 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
     """config.json of a model directory, of a model with several parts the text part. Raises ModelError."""
     path = model_dir / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text("utf-8"))
         return config.get("text_config", config)
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{path} is not the config.json of a model directory: {error}") from error
@@ -128,9 +128,8 @@ def _other_parts(
     if rl is not None:
         step = rl.rollout.num_prompts * lengths.longest_prompt + _samples(rl) * rl.rollout.max_new_tokens
         started = math.ceil(rl.rollout.over_sampling * _samples(rl))
-        rows = (
-            min(engine.max_rows, max(rows, started)) if engine.kind == "local" else 0
-        )  # servers have theirs
+        # servers have theirs
+        rows = min(engine.max_rows, max(rows, started)) if engine.kind == "local" else 0
         sampled = max(sampled, rl.rollout.max_new_tokens)
         copies = engine.kind == "local" and (engine.mode == "copied" or config.distributed.ranks > 1)
     else:

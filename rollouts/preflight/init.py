@@ -73,8 +73,7 @@ def keep_group(group: SampleGroup) -> FilterDecision:
     return FilterDecision(keep=False, reason="all_alike")
 '''
 
-COUNTING = (
-    '''"""Counting: the prompt is a few letters, the answer is how many."""
+COUNTING = '''"""Counting: the prompt is a few letters, the answer is how many."""
 
 from __future__ import annotations
 
@@ -98,11 +97,8 @@ def nearness(response: str, answer: str) -> float:
     is_number = response.isdecimal() and len(response) < 4
     return 1 - min(9, abs(int(response) - int(answer))) / 9 if is_number else 0.0
 '''
-    + REWARD_AND_FILTER
-)
 
-REVERSING = (
-    '''"""Reversing: the prompt is a few letters, the answer is the same letters backwards."""
+REVERSING = '''"""Reversing: the prompt is a few letters, the answer is the same letters backwards."""
 
 from __future__ import annotations
 
@@ -125,11 +121,10 @@ def nearness(response: str, answer: str) -> float:
     same = sum(a == b for a, b in zip(response, answer, strict=False))
     return same / max(len(response), len(answer))
 '''
-    + REWARD_AND_FILTER
-)
 
 
-TASKS = {"counting": (COUNTING, 3), "reversing": (REVERSING, 5)}  # the task file, and max_new_tokens
+# how the task file begins, and max_new_tokens
+TASKS = {"counting": (COUNTING, 3), "reversing": (REVERSING, 5)}
 
 
 def write_task(directory: Path, task: str) -> list[Path]:
@@ -149,10 +144,8 @@ def write_task(directory: Path, task: str) -> list[Path]:
             )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        source.write_text(text, encoding="utf-8")
-        config.write_text(
-            CONFIG.format(task=task, path=config, max_new_tokens=max_new_tokens), encoding="utf-8"
-        )
+        source.write_text(text + REWARD_AND_FILTER, "utf-8")
+        config.write_text(CONFIG.format(task=task, path=config, max_new_tokens=max_new_tokens), "utf-8")
     except OSError as error:
         raise RunDirError(
             f"{directory} cannot be written ({error.strerror}); name another directory"

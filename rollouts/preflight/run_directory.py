@@ -177,7 +177,7 @@ def describe_holder(run_dir: RunDir) -> str:
 
 
 Restart = Literal["yes", "no", "if another rank says so"]
-NO_IDS = frozenset({"", "none"})  # what torchrun calls a run that was given no id
+NO_IDS = ("", "none")  # what torchrun calls a run that was given no id
 
 
 def read_agents(run_dir: RunDir) -> tuple[str, frozenset[str]]:

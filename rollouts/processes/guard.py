@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 CONTROL = 3  # descriptor of the control socket
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
@@ -198,12 +197,8 @@ def open_wake_pipe() -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, ignore)
+        signal.signal(number, lambda *_: None)  # which is not ignored: its number goes into the wake pipe
     return readable
-
-
-def ignore(number: int, frame: FrameType | None) -> None:
-    """A handler that does nothing: the number is in the wake pipe."""
 
 
 def drain(wake: int) -> bytes:

@@ -137,7 +137,7 @@ class Channel:
                 await trio.sleep(BEAT_S)
                 beats, answers = self._beats, self._exchanges > exchanges
                 for rank in self._others:
-                    fresh = answers and (beats[rank][0] > heard[rank][0])
+                    fresh = answers and beats[rank][0] > heard[rank][0]
                     missing = answers or rank == 0  # without an answer nothing is known of the others
                     silent[rank] = 0 if fresh else silent[rank] + missing
                 heard, exchanges = beats, self._exchanges

@@ -80,8 +80,8 @@ def identify_process(pid: int) -> str:
     is none, or the system does not tell.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
         fields = stat.rpartition(")")[2].split()  # the process's name, before them, may hold anything
         return "" if fields[0] in "ZX" else f"{socket.gethostname()}/{boot}/{pid}/{fields[19]}"
     except (OSError, IndexError):

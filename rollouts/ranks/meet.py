@@ -36,10 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import trio
-from torch.distributed import (
-    DistError,
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]  (documented there)
-)
+from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]  (documented)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -105,9 +102,7 @@ class Agreed(NamedTuple, Generic[T]):
     numbers: FloatArray  # [W, n] float64, those of every rank
 
 
-def init_group(
-    launch: Launch, store: Store, *, device: str, shard_size: int = 0, timeout_s: float = COLLECTIVE_S
-) -> Ranks:
+def init_group(launch: Launch, store: Store, *, device: str, shard_size: int = 0) -> Ranks:
     """Connects this process with the others of its job, which meet at `store`.
 
     device: "cpu" (gloo) or "cuda" (NCCL, gloo for what stays on the CPU), the same on all ranks. shard_size:
@@ -119,7 +114,7 @@ def init_group(
         raise ConfigError(
             f"distributed.shard_size={shard_size} does not divide {world_size} ranks; use a divisor, or 0"
         )
-    cuda = torch.device(device).type == "cuda"
+    cuda = device == "cuda"
     if cuda:  # pragma: gpu
         torch.cuda.set_device(launch.local_rank)
     dist.init_process_group(
@@ -127,12 +122,12 @@ def init_group(
         store=store,
         rank=launch.rank,
         world_size=world_size,
-        timeout=dt.timedelta(seconds=timeout_s),
+        timeout=dt.timedelta(seconds=COLLECTIVE_S),
     )
     whole = shard_size in (0, world_size)
     shape = (world_size,) if whole else (world_size // shard_size, shard_size)
     names = ("shard",) if whole else ("replicate", "shard")
-    mesh = init_device_mesh("cuda" if cuda else "cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     where = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
     return Ranks(launch.rank, world_size, launch.local_world_size, where, mesh, store)
 
@@ -168,11 +163,11 @@ def meet_all(ranks: Ranks, timeout_s: float) -> bool:
 
 def all_gather_floats(ranks: Ranks, values: Sequence[float]) -> FloatArray:
     """[W, n] float64: the n values of every rank, on all ranks."""
-    mine = torch.tensor([list(values)], dtype=torch.float64)
+    mine = torch.tensor([values], dtype=torch.float64)
     if ranks.world_size == 1:
         return mine.numpy()
     found = torch.empty((ranks.world_size, len(values)), dtype=torch.float64)
-    dist.all_gather(list(found.unbind(0)), mine[0])
+    dist.all_gather(list(found), mine[0])
     return found.numpy()
 
 
@@ -180,9 +175,9 @@ def all_gather_bytes(ranks: Ranks, data: bytes) -> list[bytes]:
     """The bytes of every rank, on all ranks."""
     if ranks.world_size == 1:
         return [data]
-    sizes = all_gather_floats(ranks, [float(len(data))])[:, 0].astype(int).tolist()
+    sizes = all_gather_floats(ranks, [len(data)])[:, 0].astype(int).tolist()
     blocks = torch.empty((ranks.world_size, max(sizes)), dtype=torch.uint8)
-    dist.all_gather(list(blocks.unbind(0)), _pad(data, max(sizes)))
+    dist.all_gather(list(blocks), _pad(data, max(sizes)))
     return [block.numpy()[:size].tobytes() for block, size in zip(blocks, sizes, strict=True)]
 
 
@@ -190,9 +185,7 @@ def scatter_bytes(ranks: Ranks, parts: Sequence[bytes] | None) -> bytes:
     """This rank's part of what rank 0 has for each; the others give None."""
     if ranks.world_size == 1 and parts is not None:
         return parts[0]
-    sizes = torch.zeros(ranks.world_size, dtype=torch.int64)
-    if parts is not None:
-        sizes = torch.tensor([len(part) for part in parts])
+    sizes = torch.tensor([len(part) for part in parts or [b""] * ranks.world_size])
     dist.broadcast(sizes, src=0)
     longest = int(sizes.max())
     block = torch.empty(longest, dtype=torch.uint8)
@@ -230,7 +223,7 @@ def run_agreed(
         given = given if numbers is None else numbers(value)
     except BaseException as error:  # whatever it is, the others must hear of it, or they wait forever
         failure, given = error, [0.0] * count
-    found = all_gather_floats(ranks, [float(failure is not None), *given])
+    found = all_gather_floats(ranks, [failure is not None, *given])
     failed = np.flatnonzero(found[:, 0])
     if not len(failed):
         return Agreed(value, found[:, 1:])  # pyright: ignore[reportReturnType]  (work has returned)

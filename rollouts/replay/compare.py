@@ -104,7 +104,7 @@ def replay_step(root: Path, *, stage: str, step: int, update: int | None = None)
             f"step {step} has no kl/coef, to which rl.kl_control={config.kl_control!r} had come; it cannot be"
             " computed again"
         )
-    state = LoopState(kl_coef=config.kl_coef if logged is None else float(logged))
+    state = LoopState(config.kl_coef if logged is None else logged)
     algorithm = choose_algorithm(config, step, state)
     check_replayable(algorithm.loss)
     count = len(record.updates)
@@ -123,7 +123,7 @@ def replay_step(root: Path, *, stage: str, step: int, update: int | None = None)
                 "loss/total",
                 sum(one.rows for one in counted),
                 sum(one.tokens for one in counted),
-                float(logged),
+                logged,
                 float(np.average([one.replayed for one in counted], weights=weights)),
                 float(np.average([one.rounding for one in counted], weights=weights)),
             )
@@ -143,10 +143,10 @@ def replay_update(
     arrays that are not there.
     """
     logged_rows = record.updates[update]
-    first, tokens = logged_rows[0], sum(int(row["tokens"]) for row in logged_rows)
+    first, tokens = logged_rows[0], sum(row["tokens"] for row in logged_rows)
     if first.get("loss") is None:
         return ReplayedLoss(str(update), len(logged_rows), tokens, None)
-    rows: list[Columns] = [read_token_arrays(run_dir, row) for row in logged_rows]
+    rows = [read_token_arrays(run_dir, row) for row in logged_rows]
     if any("log_prob" not in row for row in rows):
         raise RecordError(
             f"step {first['step']}, update {update}: the backend gave no per-token arrays, which a replay"
@@ -187,7 +187,7 @@ def find_constant(config: RLTrainingConfig, loss: LossSpec, record: StepRecord, 
         return loss.constant
     may_end = config.kl_stop or config.kl_limit
     if may_end and len(record.updates) < config.minibatches * config.updates_per_batch:
-        return float(record.updates[update][0]["denominator"])
+        return record.updates[update][0]["denominator"]
     groups = [{row["group_index"] for row in rows} for rows in record.updates]
     return loss.constant * (len(groups[update]) / len(set.union(*groups)))
 
@@ -218,7 +218,7 @@ def read_step(run_dir: RunDir, stage: str, step: int) -> StepRecord:
     by_update: dict[int, list[Row]] = {}
     for row in find_rows(run_dir, run_dir.contributions, stage, step):
         if row.get("attempt") == attempt:
-            by_update.setdefault(int(row["update"]), []).append(row)
+            by_update.setdefault(row["update"], []).append(row)
     if not by_update:
         raise RecordError(
             f"{run_dir.contributions} has no row of {stage} step {step}, attempt {attempt}: only samples that"
@@ -301,7 +301,7 @@ def recompute(spec: LossSpec, rows: Sequence[Columns]) -> Recomputed:
                     f"loss {spec.name!r} fails on what is recorded: {type(error).__name__}: {error}"
                 ) from error
             raise
-        total += float(output.sum.detach())
+        total += output.sum.item()
         count += float(output.count)
         assert log_probs.grad is not None
         slopes[chosen] = log_probs.grad.abs().sum(dim=-1).numpy()

@@ -30,10 +30,10 @@ from rollouts.checkpoints.load import FileRecord, record_file
 from rollouts.checkpoints.retention import remove_incomplete
 from rollouts.checkpoints.save import TEMPORARY_PREFIX, move_aside
 from rollouts.errors import SnapshotError, WeightSyncError
-from rollouts.models.directories import fsync_path
 from rollouts.models.export import SHARD_BYTES, Bucket, FileNames, ShardWriter, name_shards, write_description
 from rollouts.models.host_memory import read_free_memory
 from rollouts.protocols import TrainingBackend, WeightSink
+from rollouts.run_dir import fsync_path
 from rollouts.weight_sync.update import log_warning
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import trio
 from rollouts.backends import captures
 from rollouts.checkpoints import load as checkpoints
 from rollouts.checkpoints.save import save_checkpoint
-from rollouts.checkpoints.writer import open_checkpoint_writer
+from rollouts.checkpoints.writer import Keep, open_checkpoint_writer
 from rollouts.config.tables import OptimConfig
 from rollouts.errors import RunDirError, StorageError
 from rollouts.losses import LossInputs, LossOutput
@@ -279,7 +279,9 @@ async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(
         )
         await backend.reset().result()
         run_dir, warnings = RunDir(folder / "run"), list[str]()
-        async with open_checkpoint_writer({"": backend}, run_dir, "sft", warn=warnings.append) as writer:
+        async with open_checkpoint_writer(
+            {"": backend}, run_dir, "sft", keep=Keep(), warn=warnings.append
+        ) as writer:
             await writer.save(1, {})
             await train(backend, make_batch(3))
             await writer.wait_written()
@@ -293,7 +295,9 @@ async def check_where_one_rank_has_no_room_for_a_copy_none_copies(open_backend: 
         await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:scarce_memory_loss")).result()
         await backend.optim_step(STEP).result()
         assert await backend.capture().result() is None
-        async with open_checkpoint_writer({"": backend}, RunDir(folder), "sft", warn=print) as writer:
+        async with open_checkpoint_writer(
+            {"": backend}, RunDir(folder), "sft", keep=Keep(), warn=print
+        ) as writer:
             await writer.save(1, {})
             assert checkpoints.is_complete(RunDir(folder).checkpoint("sft", 1)), "training waited for it"
         await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:plenty_memory_loss")).result()

@@ -24,7 +24,7 @@ async def open_one_rank(device: str) -> AsyncIterator[Ranks]:
     """The process group of a job of one process: gloo, and NCCL for "cuda"."""
     place = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", restart=0)
     async with open_device_thread(name="ranks", torch_threads=1) as thread:
-        yield await thread.submit(lambda: init_group(place, HashStore(), device=device, timeout_s=120))
+        yield await thread.submit(lambda: init_group(place, HashStore(), device=device))
         await thread.submit(close_group)
 
 

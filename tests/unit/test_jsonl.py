@@ -52,6 +52,11 @@ def test_what_leads_out_of_the_run_is_refused(tmp_path: Path, name: str):
         check_links(run_dir)
 
 
+def test_a_run_directory_may_stand_beside_another_whose_name_ends_in_a_number(tmp_path: Path):
+    (tmp_path / "demo.1").mkdir()
+    check_links(RunDir(tmp_path / "demo"))
+
+
 def test_a_full_part_is_followed_by_the_next_also_in_the_next_attempt(path: Path):
     lines = [make_line(step, attempt) for attempt in (1, 2) for step in (1, 2, 3)]
     for attempt in (0, 1):
