@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from rollouts.protocols import TrainingBackend
 from rollouts.types import LossSpec, OptimParams, RolloutBatch
 
 OpenBackend = Callable[[], AbstractAsyncContextManager[TrainingBackend]]
-ErrorT = TypeVar("ErrorT", bound=Exception)
 SFT = LossSpec("sft")
 HERE = "rollouts.testing.torch_contracts"
 STEP = OptimParams(lr=1e-2, max_grad_norm=None)
@@ -94,7 +93,7 @@ def assert_weights_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor])
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-async def raised_by(future: Awaitable[object], kind: type[ErrorT] = Exception) -> ErrorT:
+async def raised_by(future: Awaitable[object], kind: type[Exception] = Exception) -> Exception:
     """The error of this kind that awaiting the future raises."""
     try:
         await future
