@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from rollouts.config.tables import RolloutConfig
+from rollouts.data.rows import parse_prompt
 from rollouts.environments.protocol import Observation, Turn
 from rollouts.environments.trajectories import ChatFormat, Node, ReadTurn, TurnRecord, collect_segments
 from rollouts.environments.worker import check_result, inspect_tool
@@ -173,11 +174,6 @@ def finish_trajectory(
         segments = tuple(replace(one, loss_mask=EMPTY, rollout_log_probs=EMPTY) for one in segments)
     # the record is the trajectory's, and stands in its last segment
     return (*(replace(one, metadata=sample.metadata) for one in segments[:-1]), segments[-1])
-
-
-def parse_prompt(prompt: str | Sequence[ChatMessage]) -> list[ChatMessage]:
-    """A prompt as messages; text is one user turn."""
-    return [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
 
 
 def make_pending(sample: Sample) -> Sample:
