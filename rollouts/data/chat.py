@@ -82,7 +82,7 @@ class Template(NamedTuple):
         for call in message["tool_calls"]:
             given = call["function"]["arguments"]
             if not self.arguments_as_text:
-                given = parse_tool_arguments(given, "arguments")
+                given = parse_tool_arguments(given)
             elif not isinstance(given, str):
                 given = json.dumps(given, ensure_ascii=False)
             calls.append(_change(call, arguments=given))
@@ -249,9 +249,7 @@ def _choose_form(messages: Sequence[ChatMessage], template: Template) -> Templat
         except DataError as error:
             problems.append(error)
     # the template's own refusal comes after what it leaves out, and text where an object is wanted comes last
-    causes = [problem.__cause__ for problem in problems]
-    ranks = [(cause is not None) + isinstance(cause, TypeError) for cause in causes]
-    raise problems[ranks.index(min(ranks))]
+    raise min(problems, key=lambda one: (one.__cause__ is not None) + isinstance(one.__cause__, TypeError))
 
 
 def _writes_call(text: str, mark: str) -> bool:

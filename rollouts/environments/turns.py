@@ -212,7 +212,7 @@ def execute_tools(calls: ToolCalls, tools: Sequence[Callable[..., Any]]) -> list
             if name not in known:
                 raise ToolError("unknown", f"there is no tool {name!r}; the tools are {', '.join(known)}")
             tool, read_arguments = known[name]
-            arguments = read_arguments(parse_tool_arguments(call["function"]["arguments"], "arguments"))
+            arguments = read_arguments(parse_tool_arguments(call["function"]["arguments"]))
             content = check_result(tool(**arguments))
         except ToolError as error:
             outcome, content = error.kind, f"Error: {error}"
