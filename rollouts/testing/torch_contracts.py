@@ -53,7 +53,7 @@ def _fail(*drawn: Tensor) -> Tensor:
     raise ZeroDivisionError("the loss failed on purpose")
 
 
-nan_loss = _make_loss(lambda log_probs: log_probs * float("nan"))
+nan_loss = _make_loss(lambda log_probs: log_probs * torch.nan)
 # a loss of 0 whose gradient is infinite: the root of 0
 infinite_gradient_loss = _make_loss(lambda log_probs: (log_probs - log_probs.detach()).abs().sqrt())
 miscounting_loss = _make_loss(lambda log_probs: log_probs, miscount=1)
@@ -69,7 +69,7 @@ drawing_and_raising_loss = _make_loss(lambda log_probs: _fail(torch.rand_like(lo
 def make_batch(seed: int = 0, *, groups: int = 3, size: int = 3, temperature: float = 1.0) -> RolloutBatch:
     """Groups with a common prompt and answers of unlike length; advantages and mu are random."""
     rng = np.random.default_rng(seed)
-    rows: list[tuple[Any, Any, Any, Any]] = []
+    rows: list[Any] = []
     for group in range(groups):
         prompt = rng.integers(0, 40, 3 + 2 * group)
         for _ in range(size):
