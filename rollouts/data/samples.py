@@ -224,7 +224,7 @@ def prompt_of(sample: PreferenceSample) -> bytes:
 def measure_scores(samples: Sequence[PreferenceSample]) -> tuple[float, float]:
     """(mean, standard deviation) of the scores. Raises DataError unless they differ and are of one size."""
     scores = np.asarray([sample.margin for sample in samples])
-    mean, std = scores.mean(), scores.std()
+    mean, std = float(scores.mean()), float(scores.std())
     if not 0 < std < math.inf:
         raise DataError(f"reward_model.data: the deviation of the scores is {std}; they must differ")
     return mean, std
