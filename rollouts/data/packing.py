@@ -377,8 +377,9 @@ def spread_over_bins(sizes: IntArray, costs: Costs, count: int, capacity: int) -
             heapq.heappush(parked, (-room, cost, number))
         if not cheapest:
             return None
-        cost, bins[item], room = cheapest[0]
-        heapq.heapreplace(cheapest, (cost + float(costs[item]), int(bins[item]), room - size))
+        cost, number, room = cheapest[0]
+        heapq.heapreplace(cheapest, (cost + float(costs[item]), number, room - size))
+        bins[item] = number
     return bins
 
 
@@ -397,7 +398,8 @@ def _find_padded_bins(rows: SortedRows, budget: int, ranks: int) -> Iterator[Int
             if held and (held + 1) * width > tokens:
                 number, held = number + 1, 0
             labels[row], held = number, held + 1
-            width = int(rows.lengths[row]) if held == 1 else width
+            if held == 1:
+                width = int(rows.lengths[row])
         yield labels.copy()
         if ranks == 1 or (turn > 1 and number + 1 >= min(ranks, len(order))):
             return
