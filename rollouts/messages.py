@@ -153,7 +153,7 @@ def _checked_tool_call(call: object, name: str) -> dict[str, Any]:
     return {"type": "function", **kept, "function": dict(function)}
 
 
-def parse_tool_arguments(arguments: object, name: str) -> dict[str, Any]:
+def parse_tool_arguments(arguments: object, name: str = "arguments") -> dict[str, Any]:
     """The arguments of a tool call as an object, from one or from its JSON text. Raises ValueError, beginning
     with `name`, for others.
     """

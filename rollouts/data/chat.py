@@ -12,14 +12,14 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from rollouts.config.spelling import did_you_mean
-from rollouts.data.rows import parse_messages, says_something
+from rollouts.data.rows import parse_messages, parse_prompt, says_something
 from rollouts.errors import DataError, ModelError
 from rollouts.messages import JSONValue, parse_tool_arguments
 from rollouts.types import BoolArray, ChatMessage, IntArray
@@ -75,19 +75,19 @@ class Template(NamedTuple):
                 f" {', '.join(message['role'] for message in messages)}: {type(error).__name__}: {error}"
             ) from error
 
-    def _in_form(self, message: ChatMessage) -> ChatMessage:
+    def _in_form(self, message: ChatMessage) -> JSONValue:
         if "tool_calls" not in message:
             return message
         calls: list[dict[str, Any]] = []
         for call in message["tool_calls"]:
             given = call["function"]["arguments"]
             if not self.arguments_as_text:
-                given = parse_tool_arguments(given, "arguments")
+                given = parse_tool_arguments(given)
             elif not isinstance(given, str):
                 given = json.dumps(given, ensure_ascii=False)
             calls.append(_change(call, arguments=given))
         content = message["content"] or self.empty_content
-        return cast(ChatMessage, {**message, "content": content, "tool_calls": calls})
+        return {**message, "content": content, "tool_calls": calls}
 
 
 class TokenizedConversation(NamedTuple):
@@ -115,8 +115,7 @@ def render_prompt(
     Raises ModelError if the tokenizer has no chat template or it does not read a parameter, DataError if the
     template refuses the messages or leaves out their tool calls or the tools.
     """
-    turns = [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
-    messages = parse_messages(turns, where="the prompt")
+    messages = parse_messages(parse_prompt(prompt), where="the prompt")
     return make_template(messages, tokenizer, params, tools).render(messages, add_generation_prompt=True)
 
 
@@ -159,7 +158,8 @@ def tokenize_conversation(
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise DataError("the conversation has no assistant turn to train on")
-    turns = turns if train_on == "all" else turns[-1:]
+    if train_on == "last":
+        turns = turns[-1:]
     marks = [mark for turn in turns for mark in _find_turn(messages, turn, text, template)]
     token_ids, positions = _tokenize_with_marks(text, marks, tokenizer, turns)
     spans = tuple(map(slice, positions[::2], positions[1::2]))
@@ -226,14 +226,14 @@ def _choose_form(messages: Sequence[ChatMessage], template: Template) -> Templat
     occur nowhere else.
     """
     marks: dict[str, int] = {}  # of every call, with the position of its message
-    marked: list[ChatMessage] = []
+    marked: list[Any] = []
     for index, message in enumerate(messages):
         calls: list[dict[str, Any]] = []
         for call in message.get("tool_calls", ()):
             mark = f"q{len(marks)}zq"
             marks[mark] = index
             calls.append(_change(call, name=f"name{mark}", arguments={f"key{mark}": f"value{mark}"}))
-        marked.append(cast(ChatMessage, {**message, "tool_calls": calls}) if calls else message)
+        marked.append({**message, "tool_calls": calls} if calls else message)
     problems: list[DataError] = []
     for as_text, empty_content in ((False, ""), (True, ""), (False, None), (True, None)):
         tried = template._replace(arguments_as_text=as_text, empty_content=empty_content)
@@ -249,9 +249,7 @@ def _choose_form(messages: Sequence[ChatMessage], template: Template) -> Templat
         except DataError as error:
             problems.append(error)
     # the template's own refusal comes after what it leaves out, and text where an object is wanted comes last
-    causes = [problem.__cause__ for problem in problems]
-    ranks = [(cause is not None) + isinstance(cause, TypeError) for cause in causes]
-    raise problems[ranks.index(min(ranks))]
+    raise min(problems, key=lambda one: (one.__cause__ is not None) + isinstance(one.__cause__, TypeError))
 
 
 def _writes_call(text: str, mark: str) -> bool:
@@ -324,7 +322,7 @@ def _find_unwritten(
         parts["content beside its tool calls"] = "content"
     for part, key in parts.items():
         value = str(message.get(key, "")).strip()
-        other = cast(ChatMessage, {**message, key: f"{value} {value}"})
+        other: Any = {**message, key: f"{value} {value}"}
         if value and template.render([*messages[:turn], other]) == ended:
             return part
     wanted, given, written = ("".join(text.split()) for text in (content, prompt, ended[len(prompt) :]))
@@ -345,22 +343,27 @@ def find_end(
     the tokenizer does not mark the token as special, the one that ends a plain answer in this place is meant,
     otherwise the first special one.
     """
-    added = template.tokenizer.added_tokens_decoder.values()
-    special = {*template.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
-    tokens = sorted({*special, *(token.content for token in added)}, key=len, reverse=True)
-    token = "|".join(re.escape(text) for text in tokens if text.strip()) or "(?!)"
+    special = match_added(template.tokenizer, lambda token: token.special)
+    added = match_added(template.tokenizer, lambda token: token.content.strip())
     content = messages[turn]["content"].strip()
     begin = body.find(content) + len(content) if content in body else 0
-    run = re.compile(rf"(?:(?:{token})\s*)+\Z").search(body, begin)
-    tail = list(re.compile(token).finditer(body, run.start())) if run else []
-    ends = [found for found in tail if found[0] in special]
+    run = re.compile(rf"(?:(?:{added.pattern})\s*)+\Z").search(body, begin)
+    tail = list(added.finditer(body, run.start())) if run else []
+    ends = [found for found in tail if special.fullmatch(found[0])]
     if tail and len(ends) != 1:
         answer = ChatMessage(role="assistant", content="plain answer")
         with suppress(DataError):  # some templates refuse one there
             rest = template.render([*messages[:turn], answer]).rpartition(answer["content"])[2]
-            usual = re.match(rf"\s*({token})", rest)
+            usual = re.match(rf"\s*({added.pattern})", rest)
             ends = [found for found in tail if usual and found[0] == usual[1]] or ends
     return ends[0] if ends else None
+
+
+def match_added(tokenizer: ChatTokenizer, counts: Callable[[Any], object]) -> re.Pattern[str]:
+    """Any special token, and any other added one that counts."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if counts(token)}
+    longest = sorted(filter(None, added.union(tokenizer.all_special_tokens)), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest)) or "(?!)")
 
 
 def _first_difference(first: str, second: str) -> str:

@@ -48,7 +48,7 @@ class DataBuffer:
 
         Raises DataError if a source has no row, or naming the first one without a usable prompt.
         """
-        mixture = rows if isinstance(rows, Mixture) else make_mixture(list(map(_check_row, rows, count())))
+        mixture = rows if isinstance(rows, Mixture) else make_mixture(map(_check_row, rows, count()))
         self._several = len(mixture.sources) > 1
         # by what their prompts' ids begin with
         self._sources = {f"{one.name}/" if self._several else "": one for one in mixture.sources}

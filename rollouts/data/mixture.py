@@ -96,7 +96,7 @@ class Mixture(Generic[T]):
         return Mixture(sources, self.truncated, self.dropped)
 
 
-def make_mixture(rows: Sequence[T | None]) -> Mixture[T]:
+def make_mixture(rows: Iterable[T | None]) -> Mixture[T]:
     """One source of these rows, where None is a hole."""
     return Mixture((Source("source-0", 1.0, tuple(rows)),))
 
@@ -109,9 +109,9 @@ def parse_weights(weights: object, names: Sequence[str]) -> tuple[float, ...] | 
         return None
     values = [weights[name] for name in names]
     are_numbers = all(isinstance(one, numbers.Real) and not isinstance(one, bool) for one in values)
-    if not are_numbers or not any(values) or not all(0 <= one < math.inf for one in values):
-        return None
-    return tuple(map(float, values))
+    if are_numbers and any(values) and all(0 <= one < math.inf for one in values):
+        return tuple(map(float, values))
+    return None
 
 
 # --- whose turn it is ---------------------------------------------------------------------------------------

@@ -141,9 +141,9 @@ def _make_micro_batch(
     packed: bool,
 ) -> MicroBatch:
     numbers, lengths = rows.numbers[order], rows.lengths[order]
-    longest = int(lengths.max())
+    longest = lengths.max()
     own = lengths - common if packed else np.full(len(lengths), longest)  # nodes, padding included
-    starts, total = np.cumsum(own) - own, int(own.sum())
+    starts, total = np.cumsum(own) - own, own.sum()
     width = total if packed else longest
     input_ids, position_ids = np.zeros((2, total), np.int64)
     ends = np.full(total, width)
@@ -245,7 +245,7 @@ def compute_round_cost(costs: Sequence[float] | Costs, ranks: int) -> float:
     """What all rounds cost together when `ranks` bins at a time are computed, the dearest first: each round
     its dearest bin.
     """
-    return float(np.sort(np.asarray(costs, np.float64))[::-ranks].sum())
+    return np.sort(costs)[::-ranks].sum()
 
 
 def sort_rows(tokens: Sequence[IntArray], numbers: IntArray, lengths: IntArray, *, share: bool) -> SortedRows:
@@ -377,8 +377,9 @@ def spread_over_bins(sizes: IntArray, costs: Costs, count: int, capacity: int) -
             heapq.heappush(parked, (-room, cost, number))
         if not cheapest:
             return None
-        cost, bins[item], room = cheapest[0]
-        heapq.heapreplace(cheapest, (cost + float(costs[item]), int(bins[item]), room - size))
+        cost, number, room = cheapest[0]
+        heapq.heapreplace(cheapest, (cost + float(costs[item]), number, room - size))
+        bins[item] = number
     return bins
 
 
@@ -397,7 +398,8 @@ def _find_padded_bins(rows: SortedRows, budget: int, ranks: int) -> Iterator[Int
             if held and (held + 1) * width > tokens:
                 number, held = number + 1, 0
             labels[row], held = number, held + 1
-            width = int(rows.lengths[row]) if held == 1 else width
+            if held == 1:
+                width = int(rows.lengths[row])
         yield labels.copy()
         if ranks == 1 or (turn > 1 and number + 1 >= min(ranks, len(order))):
             return

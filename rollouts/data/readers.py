@@ -169,7 +169,7 @@ def _open_hf(source: DataSourceConfig) -> Any:
         dataset, _, subset = source.dataset.partition(":")
         builder = datasets.load_dataset_builder(dataset, subset or None)
     modules = [cls.__module__ for cls in type(builder).__mro__]
-    if not {f"datasets.packaged_modules.{name}.{name}" for name in PLAIN_FORMATS} & {*modules}:
+    if {f"datasets.packaged_modules.{name}.{name}" for name in PLAIN_FORMATS}.isdisjoint(modules):
         raise ValueError(
             f"it is in a format that is not read ({modules[0].rpartition('.')[2]}), because reading it"
             f" may run code or give no text; save it as one of {', '.join(PLAIN_FORMATS)}"
@@ -197,8 +197,7 @@ def make_reasoning_gym_rows(source: DataSourceConfig) -> FoundRows:
     elif source.dataset not in factory.DATASETS:
         raise ValueError(f"no such dataset{did_you_mean(source.dataset, factory.DATASETS)}")
     dataset: Any = factory.create_dataset(source.dataset, seed=source.seed, size=source.size, **params)
-    for number in range(len(dataset)):
-        entry = dataset[number]
+    for number, entry in enumerate(dataset):
         text = json.dumps(entry.get("metadata", {}), default=lambda _: None, skipkeys=True)
         metadata = json.loads(text, parse_constant=lambda _: None)
         yield (

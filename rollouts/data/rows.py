@@ -18,7 +18,7 @@ import decimal
 import json
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -166,6 +166,11 @@ def parse_messages(messages: object, *, where: str) -> list[ChatMessage]:
         raise DataError(str(error)) from error
 
 
+def parse_prompt(prompt: str | Sequence[ChatMessage]) -> list[ChatMessage]:
+    """A prompt as messages; text is one user turn."""
+    return [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
+
+
 def parse_tools(tools: object, *, where: str) -> list[dict[str, Any]] | None:
     """The tools of a row, from a list of JSON schemas or its JSON text; None if there are none (null, or an
     empty list).
@@ -199,7 +204,7 @@ def read_prompt(prompt: object) -> list[ChatMessage]:
     if isinstance(prompt, str):
         if not prompt.strip():
             raise DataError("prompt is empty; it must be text or chat messages")
-        return [ChatMessage(role="user", content=prompt)]
+        return parse_prompt(prompt)
     messages = parse_messages(prompt, where="prompt")
     for index, message in enumerate(messages):
         if message["role"] == "user" and not message["content"].strip():
@@ -270,7 +275,7 @@ def _split_responses(row: Row, use: RowUse) -> Row:
             hint = f'; is it {close[0]}? Then set columns.{field} = "{close[0]}"' if close else ""
             raise DataError(f"no `{field}`; {rule}. The row has {', '.join(row) or 'no fields'}{hint}")
     responses = needed if use == "pair" else needed[:1]
-    turns = {field: [*_join(row, field)] for field in responses}
+    turns = {field: _join(row, field) for field in responses}
     first, second = turns[responses[0]], turns[responses[-1]]
     if first[:-1] != second[:-1]:
         pairs = zip_longest(first[:-1], second[:-1])

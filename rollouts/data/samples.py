@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from rollouts.data.rows import Row, RowUse, naming, parse_tools, row_to_conversa
 from rollouts.errors import DataError
 from rollouts.types import BoolArray, ChatMessage, IntArray, RolloutBatch
 
-S = TypeVar("S")
 NO_TOKENS = "no_trained_tokens"  # max_length ends before the first token that trains
 SAME_RESPONSE = "same_response"  # chosen and rejected are one and the same within max_length
 HELD_OUT = "held_out_prompt"  # a held-out sample has the same prompt
@@ -63,19 +62,19 @@ class PreferenceSample(NamedTuple):
 
 
 def prepare_samples(
-    mixture: Mixture[Row], prepare: Callable[[Row], tuple[S, int] | str], *, max_length: int, name: str
-) -> Mixture[S]:
+    mixture: Mixture[Row], prepare: Callable[[Row], tuple[Any, int] | str], *, max_length: int, name: str
+) -> Mixture[Any]:
     """The samples of all rows. `prepare(row)` gives a sample and how many of its token rows are cut,
     or the reason for which it is dropped; then it takes no place.
 
     Raises DataError and ModelError naming the row, DataError naming max_length if a source has nothing left.
     """
-    sources: list[Source[S]] = []
+    sources: list[Source[Any]] = []
     dropped: Counter[str] = Counter()
     truncated = 0
     for index, source in enumerate(mixture.sources):
         key = f"{name}.{index}" if len(mixture.sources) > 1 else name
-        slots: list[S | None] = []
+        slots: list[Any] = []
         reasons: Counter[str] = Counter()
         for row_id, row in enumerate(source.rows):
             if row is None:
@@ -259,7 +258,7 @@ def split_held_out(
     return training, tuple(held_out)
 
 
-def make_preference_batch(samples: Sequence[PreferenceSample], *, rows_per_sample: int = 2) -> RolloutBatch:
+def make_preference_batch(samples: Sequence[PreferenceSample], *, rows_per_sample: int) -> RolloutBatch:
     """Tokens and masks of the samples' rows, those of one sample after each other: chosen and rejected in
     turn. With one row per sample its first.
     """

@@ -42,7 +42,7 @@ def read_scores(values: Sequence[FloatArray], batch: RolloutBatch) -> FloatArray
             " make the batch with make_score_batch"
         )
     kept = [row[mask] for row, mask in zip(values, batch.loss_masks, strict=True)]
-    return np.concatenate([np.zeros(0, np.float32), *kept]).astype(np.float32, copy=False)
+    return np.concatenate([np.zeros(0), *kept], dtype=np.float32)
 
 
 def spread_scores(scores: NDArray[Any], batch: RolloutBatch) -> FloatRows:

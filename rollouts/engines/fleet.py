@@ -266,8 +266,7 @@ class Fleet:
             warn_at = max(self._down_since, warned_at) + WARN_EVERY_S
             if now >= warn_at:
                 warned_at = now
-                outage = self._describe_outage(self._down_since)
-                self._warn(f"{outage} {len(self._queue)} requests wait.")
+                self._warn(f"{self._describe_outage(self._down_since)} {len(self._queue)} requests wait.")
                 continue
             ends_at = self._down_since + self._down_limit_s
             with trio.move_on_at(min(warn_at, ends_at if ends_at > now else math.inf)):
@@ -275,8 +274,9 @@ class Fleet:
 
     def _describe_outage(self, since: float) -> str:
         states = "; ".join(member.describe() for member in self._members.values()) or "all have left"
-        seconds = trio.current_time() - since
-        return f"no engine of the fleet has been in service for {seconds:.0f} s: {states}."
+        return (
+            f"no engine of the fleet has been in service for {trio.current_time() - since:.0f} s: {states}."
+        )
 
     def _make_fleet_down(self, since: float) -> FleetDown:
         return FleetDown(

@@ -114,7 +114,7 @@ class OpenAIServer(Dialect):
                 f" no top_k (set sampling.top_k = 0) and takes {MAX_STOPS} stops"
             )
         body["prompt"], *texts = (
-            str(self.tokenizer.decode(ids, skip_special_tokens=False))
+            self.tokenizer.decode(ids, skip_special_tokens=False)
             for ids in (prompt, *([token] for token in stops))
         )
         return body | ({"stop": texts} if texts else {})

@@ -184,8 +184,7 @@ async def open_engine_processes(
     """
     check_command(command)
     log_dir.mkdir(parents=True, exist_ok=True)
-    cores = len(os.sched_getaffinity(0))
-    threads = None if runs_on_gpu(command) else max(1, cores // count)
+    threads = None if runs_on_gpu(command) else max(1, len(os.sched_getaffinity(0)) // count)
     env = make_environment(command, os.environ, threads=threads)
     with tempfile.TemporaryDirectory(prefix="rollouts-engines-") as secret_dir:
         processes = [

@@ -29,13 +29,7 @@ from rollouts.engines.server import (
     refuse_settings,
     setup_errors,
 )
-from rollouts.engines.wire import (
-    Server,
-    VersionSpan,
-    decode_reply,
-    find_tensor_shapes,
-    make_completion,
-)
+from rollouts.engines.wire import Server, VersionSpan, decode_reply, find_tensor_shapes, make_completion
 from rollouts.errors import EngineError, EngineOverloaded, InfrastructureError, ReplyError
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
 

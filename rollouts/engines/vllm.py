@@ -144,8 +144,7 @@ class VLLMServer(Dialect):
         )
 
     async def read_work(self) -> Sequence[str]:
-        page = (await self.server.call("GET", "/metrics")).decode(errors="replace")
-        return WORK.findall(page)
+        return WORK.findall((await self.server.call("GET", "/metrics")).decode(errors="replace"))
 
     async def abort(self, server_ids: Sequence[str]) -> None:
         ids = [SERVER_PREFIX + server_id for server_id in server_ids]  # an empty list aborts everybody's

@@ -23,6 +23,7 @@ import trio
 from rollouts.config.tables import RolloutConfig
 from rollouts.crash_points import reach
 from rollouts.data.chat import NO_PARAMS, TemplateParams
+from rollouts.data.rows import parse_prompt
 from rollouts.environments.protocol import Tool, Turn, World
 from rollouts.environments.tools import call_tools
 from rollouts.environments.trajectories import (
@@ -43,20 +44,13 @@ from rollouts.environments.turns import (
     finish_trajectory,
     make_pending,
     make_request,
-    parse_prompt,
     play_turns,
 )
 from rollouts.generation.continuing import join_completions, note_progress
 from rollouts.generation.generate import ask_for_rest
 from rollouts.generation.samples import TRAJECTORY
 from rollouts.protocols import GenerateFn, InferenceEngine
-from rollouts.types import (
-    Completion,
-    JSONValue,
-    Sample,
-    SamplingParams,
-    Status,
-)
+from rollouts.types import Completion, JSONValue, Sample, SamplingParams, Status
 
 OpenWorld = Callable[[Mapping[str, JSONValue]], AbstractAsyncContextManager[World | None]]
 """From a dataset row to its environment; to None where there are tools alone."""

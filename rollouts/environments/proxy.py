@@ -242,7 +242,7 @@ class OpenTrajectory:
             node, turn = form.read(prompt, cut_at(completion, stops, tokenizer))
             said: Any = turn.message  # as the node has it
             for place, call in enumerate(calls := said.get("tool_calls", ())):
-                arguments = parse_tool_arguments(call["function"]["arguments"], "arguments")
+                arguments = parse_tool_arguments(call["function"]["arguments"])
                 call |= {"index": place, "function": {**call["function"], "arguments": json.dumps(arguments)}}
             for stop in stops:
                 said["content"] = said["content"].partition(stop)[0]

@@ -77,7 +77,7 @@ async def call_tools(
         try:
             if name not in by_name:
                 raise ToolError("unknown", f"there is no tool {name!r}; the tools are {', '.join(by_name)}")
-            arguments = parse_tool_arguments(call["function"]["arguments"], "arguments")
+            arguments = parse_tool_arguments(call["function"]["arguments"])
             value = await call_user(by_name[name].call, arguments, where=name, timeout_s=timeout_s)
             content = check_result(value)
         except (ToolError, ValueError, UserFunctionError) as error:

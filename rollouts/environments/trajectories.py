@@ -23,19 +23,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from rollouts.config.plugins import load_function
-from rollouts.data.chat import NO_PARAMS, ChatTokenizer, Template, TemplateParams, Tools, make_template
+from rollouts.data.chat import NO_PARAMS, Template, TemplateParams, Tools, make_template, match_added
 from rollouts.environments.protocol import Turn
 from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.generation.generate import GenerationTokenizer
 from rollouts.messages import checked_message
-from rollouts.types import (
-    ChatMessage,
-    Completion,
-    FloatArray,
-    IntArray,
-    JSONValue,
-    Sample,
-)
+from rollouts.types import ChatMessage, Completion, FloatArray, IntArray, JSONValue, Sample
 
 
 class AgentTokenizer(GenerationTokenizer, Protocol):
@@ -198,11 +191,11 @@ class ChatFormat:
 
     @functools.cached_property
     def _special(self) -> re.Pattern[str]:
-        return _match_added(self.template.tokenizer, lambda token: token.special)
+        return match_added(self.template.tokenizer, lambda token: token.special)
 
     @functools.cached_property
     def _added(self) -> re.Pattern[str]:
-        return _match_added(self.template.tokenizer, lambda token: True)
+        return match_added(self.template.tokenizer, lambda token: True)
 
     # --- reading ---
 
@@ -353,13 +346,6 @@ def _mark(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 def _find_turn(text: str, index: int) -> int:
     """Where the last mark of a turn ends; 0 if it has none."""
     return max((found.end() for found in re.finditer(_name(index, r"(?:r|c|a\d+)"), text)), default=0)
-
-
-def _match_added(tokenizer: ChatTokenizer, counts: Callable[[Any], bool]) -> re.Pattern[str]:
-    """Any special token, and any other added one that counts."""
-    added = {token.content for token in tokenizer.added_tokens_decoder.values() if counts(token)}
-    longest = sorted(filter(None, added.union(tokenizer.all_special_tokens)), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest)) or "(?!)")
 
 
 # --- as samples ---------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from rollouts.config.tables import RolloutConfig
+from rollouts.data.rows import parse_prompt
 from rollouts.environments.protocol import Observation, Turn
 from rollouts.environments.trajectories import ChatFormat, Node, ReadTurn, TurnRecord, collect_segments
 from rollouts.environments.worker import check_result, inspect_tool
@@ -175,11 +176,6 @@ def finish_trajectory(
     return (*(replace(one, metadata=sample.metadata) for one in segments[:-1]), segments[-1])
 
 
-def parse_prompt(prompt: str | Sequence[ChatMessage]) -> list[ChatMessage]:
-    """A prompt as messages; text is one user turn."""
-    return [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
-
-
 def make_pending(sample: Sample) -> Sample:
     """The sample as it was before anything was generated."""
     metadata = {name: value for name, value in sample.metadata.items() if name != TRAJECTORY}
@@ -216,7 +212,7 @@ def execute_tools(calls: ToolCalls, tools: Sequence[Callable[..., Any]]) -> list
             if name not in known:
                 raise ToolError("unknown", f"there is no tool {name!r}; the tools are {', '.join(known)}")
             tool, read_arguments = known[name]
-            arguments = read_arguments(parse_tool_arguments(call["function"]["arguments"], "arguments"))
+            arguments = read_arguments(parse_tool_arguments(call["function"]["arguments"]))
             content = check_result(tool(**arguments))
         except ToolError as error:
             outcome, content = error.kind, f"Error: {error}"

@@ -117,7 +117,8 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         await self._look()
-        total, most = len(request.prompt_ids) + request.sampling.max_new_tokens, self.features.context_length
+        sampling, most = request.sampling, self.features.context_length
+        total = len(request.prompt_ids) + sampling.max_new_tokens
         known = request.request_id in self._running
         if known or not len(request.prompt_ids) or total > most:
             why = "is in flight already" if known else f"needs {total} tokens; the context is {most}"
@@ -125,13 +126,13 @@ class ScriptedEngine:
         reply = self._script(request)
         running = self._running[request.request_id] = _Running()
         self.requests.append(request)
-        stop = request.sampling.stop_token_ids[:1] if reply.finish == "stop" else ()
+        stop = sampling.stop_token_ids[:1] if reply.finish == "stop" else ()
         planned, versions = [*reply.text.encode(), *stop], list[int]()
-        finish = "length" if len(planned) > request.sampling.max_new_tokens else reply.finish
+        finish = "length" if len(planned) > sampling.max_new_tokens else reply.finish
         try:
             await self._wait_until(lambda: self._paused is None or running.aborted)
             running.started = True
-            for _ in planned[: request.sampling.max_new_tokens]:
+            for _ in planned[: sampling.max_new_tokens]:
                 await trio.sleep(reply.token_s)  # a checkpoint if 0
                 await self._wait_until(lambda: self._paused in (None, "wait") or running.aborted)
                 if running.aborted:
@@ -144,7 +145,7 @@ class ScriptedEngine:
         finally:
             del self._running[request.request_id]
             self._changed.unpark_all()
-        log_probs = [fake_log_prob(request.sampling.seed, *each) for each in enumerate(versions)]
+        log_probs = [fake_log_prob(sampling.seed, *each) for each in enumerate(versions)]
         scored = np.where(np.arange(len(request.prompt_ids)) > 0, NAT, ZERO)  # as FakeBackend.forward gives
         return Completion(
             request_id=request.request_id,
@@ -190,11 +191,11 @@ class ScriptedEngine:
 
     async def abort_all(self) -> None:
         await self._look()
-        waiting = list(self._running.values())
+        waiting = {*self._running.values()}
         for running in waiting:
             running.aborted = True
         self._changed.unpark_all()
-        await self._wait_until(lambda: not {*waiting} & {*self._running.values()})
+        await self._wait_until(lambda: waiting.isdisjoint(self._running.values()))
 
     async def health(self) -> bool:
         await trio.lowlevel.checkpoint()

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from rollouts.protocols import TrainingBackend
 from rollouts.types import LossSpec, OptimParams, RolloutBatch
 
 OpenBackend = Callable[[], AbstractAsyncContextManager[TrainingBackend]]
-ErrorT = TypeVar("ErrorT", bound=Exception)
 SFT = LossSpec("sft")
 HERE = "rollouts.testing.torch_contracts"
 STEP = OptimParams(lr=1e-2, max_grad_norm=None)
@@ -54,7 +53,7 @@ def _fail(*drawn: Tensor) -> Tensor:
     raise ZeroDivisionError("the loss failed on purpose")
 
 
-nan_loss = _make_loss(lambda log_probs: log_probs * float("nan"))
+nan_loss = _make_loss(lambda log_probs: log_probs * torch.nan)
 # a loss of 0 whose gradient is infinite: the root of 0
 infinite_gradient_loss = _make_loss(lambda log_probs: (log_probs - log_probs.detach()).abs().sqrt())
 miscounting_loss = _make_loss(lambda log_probs: log_probs, miscount=1)
@@ -70,7 +69,7 @@ drawing_and_raising_loss = _make_loss(lambda log_probs: _fail(torch.rand_like(lo
 def make_batch(seed: int = 0, *, groups: int = 3, size: int = 3, temperature: float = 1.0) -> RolloutBatch:
     """Groups with a common prompt and answers of unlike length; advantages and mu are random."""
     rng = np.random.default_rng(seed)
-    rows: list[tuple[Any, Any, Any, Any]] = []
+    rows: list[Any] = []
     for group in range(groups):
         prompt = rng.integers(0, 40, 3 + 2 * group)
         for _ in range(size):
@@ -94,7 +93,7 @@ def assert_weights_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor])
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-async def raised_by(future: Awaitable[object], kind: type[ErrorT] = Exception) -> ErrorT:
+async def raised_by(future: Awaitable[object], kind: type[Exception] = Exception) -> Exception:
     """The error of this kind that awaiting the future raises."""
     try:
         await future

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import trio
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from rollouts.device_thread import DeviceThread
 
-ResultT = TypeVar("ResultT")
 CLOSED = "the engine is closed; generate inside its `async with open_local_engine(…)`"
 
 
@@ -438,11 +437,10 @@ class LocalEngine:
                 row.answer()
             rows.clear()
 
-    async def _run_to_end(self, work: Callable[[], ResultT]) -> ResultT:
+    async def _run_to_end(self, work: Callable[[], Any]) -> Any:
         """What a device job returns. A job that was queued is never abandoned, whoever is cancelled."""
         with trio.CancelScope(shield=True):
             return await self._device_thread.submit(work)
-        raise AssertionError("a shield swallows nothing")
 
     # --- waiting --------------------------------------------------------------------------------------------
 

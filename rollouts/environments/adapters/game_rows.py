@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rollouts.environments.turns import parse_prompt
+from rollouts.data.rows import parse_prompt
 from rollouts.generation.generate import compute_request_seed
 from rollouts.types import ChatMessage
 

@@ -60,8 +60,9 @@ def open_gymnasium(
                 return f"Error: {error}"
             observation, reward, terminated, truncated, info = env.step(action)
             shown, ends = render(observation, info, env), {"truncated": True} if truncated else {}
-            done = terminated or truncated
-            return Observation(messages=shown, reward=float(reward), done=done, metadata=ends)
+            return Observation(
+                messages=shown, reward=float(reward), done=terminated or truncated, metadata=ends
+            )
 
         def load_state_dict(state: list[str]) -> None:
             reset()
