@@ -180,7 +180,7 @@ def trainer(**fields: Any) -> Any:
 
 
 @pytest.fixture
-def trl(monkeypatch: pytest.MonkeyPatch) -> Any:
+def trl(monkeypatch) -> Any:
     """TRL's trainers; gradient checkpointing has nothing to be switched off on a table."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     pytest.importorskip("trl", reason="pip install -e .[test-trl] compares with TRL itself")
