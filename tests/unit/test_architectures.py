@@ -5,7 +5,6 @@ only where they are exact.
 import copy
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -279,7 +278,7 @@ async def test_gradient_checkpointing_gives_the_same_gradients_for_less_memory(k
 
 
 @pytest.mark.parametrize("kind", TINY_KINDS)
-def test_a_tiny_model_is_a_function_of_its_seed(kind: str, tmp_path: Path):
+def test_a_tiny_model_is_a_function_of_its_seed(kind: str, tmp_path):
     paths = [resolve_model(f"tiny:{kind}", cache_dir=tmp_path / str(at), seed=at // 2) for at in range(3)]
     first, again, other = ({file.name: file.read_bytes() for file in path.iterdir()} for path in paths)
     assert first == again
