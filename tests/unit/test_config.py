@@ -378,31 +378,26 @@ def test_a_dumped_config_loads_back_equal(write, tmp_path):
 
 FREE = "--rl.steps 9 --output.keep_checkpoints 2 --name other --model.device cpu --distributed.ranks 2"
 FASTER = "--engine.max_rows 4 --model.threads 1 --rl.micro_batch_tokens 99"
-OTHERS = """
---seed 1
---rl.optim.max_grad_norm none
---rl.kl_coef 0.5
---rl.data.size 3
---rl.loss_params.x 3
---rl.data.path other.jsonl
---rl.changes.loss ppo_clip
-"""
 
 
-@pytest.mark.parametrize(
-    ("text", "flags", "same"),
-    [
-        ("", FREE, True),
-        ("", "--seed 0 --sft.optim.lr 1e-4 --rl.normalise_by tokens", True),  # the defaults
-        ("", FASTER, True),
-        ("deterministic = true\n", FREE, True),
-        ("deterministic = true\n", FASTER, False),
-        *(("", flags, False) for flags in OTHERS.strip().splitlines()),
-    ],
-)
-def test_a_resumed_run_may_change_what_it_writes_but_not_what_it_computes(write, text, flags, same):
-    changes = "[[rl.changes]]\nfrom_step = 2\nclip_low = 0.3\n"
-    saved, now = (load_config(write(text + SFT + RL + changes), words) for words in ([], flags.split()))
+@cases(f"""
+text                 | flags                         | same | …
+                     | {FREE} | yes
+                     | --seed 0 --sft.optim.lr 1e-4 --rl.normalise_by tokens | yes | the defaults
+                     | {FASTER} | yes
+deterministic = true | {FREE} | yes
+deterministic = true | {FASTER} | no
+                     | --seed 1                      | no
+                     | --rl.optim.max_grad_norm none | no
+                     | --rl.kl_coef 0.5              | no
+                     | --rl.data.size 3              | no
+                     | --rl.loss_params.x 3          | no
+                     | --rl.data.path other.jsonl    | no
+                     | --rl.changes.loss ppo_clip    | no
+""")
+def test_a_resumed_run_may_change_what_it_writes_but_not_what_it_computes(write, text, flags, same: bool):
+    text += SFT + RL + "[[rl.changes]]\nfrom_step = 2\nclip_low = 0.3\n"
+    saved, now = (load_config(write(text), words) for words in ([], flags.split()))
     assert (training_digest(saved) == training_digest(now)) is same
     if same:
         check_same_run(saved, now)
