@@ -65,7 +65,14 @@ def test_a_wrong_name_is_one_message_with_the_way_out(config: Path, argv: str, w
     assert wanted in err
 
 
-@pytest.mark.parametrize("argv", ["unknown", "inspect", "check", "inspect x --nonsense", "init x --seed 1"])
+@cases("""
+argv
+unknown
+inspect
+check
+inspect x --nonsense
+init x --seed 1
+""")
 def test_wrong_usage_exits_2(argv: str, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(argv.split())
