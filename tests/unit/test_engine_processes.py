@@ -160,25 +160,25 @@ async def test_a_restart_keeps_port_and_key_and_one_that_fails_can_be_asked_for_
 # --- command lines and environments -------------------------------------------------------------------------
 
 
-VLLM_WORDS = """/v/python -m vllm.entrypoints.openai.api_server --model /m --logprobs-mode processed_logprobs
+WORDS = {
+    "vllm": """/v/python -m vllm.entrypoints.openai.api_server --model /m --logprobs-mode processed_logprobs
 --enable-scale-out --host 127.0.0.1 --served-model-name policy --port 8101 --disable-uvicorn-access-log
---no-enable-chunked-prefill --enforce-eager --device cpu --seed 3"""
-# the user's --max_total_tokens takes the place of ours
-SGLANG_WORDS = """/v/python -m sglang.launch_server --model-path /m --host 127.0.0.1
+--no-enable-chunked-prefill --enforce-eager --device cpu --seed 3""",
+    # the user's --max_total_tokens takes the place of ours
+    "sglang": """/v/python -m sglang.launch_server --model-path /m --host 127.0.0.1
 --served-model-name policy --device cpu --sleep-on-idle --port 8101 --config k.yaml --log-level-http warning
---attention-backend torch_native --device=cpu --max_total_tokens=99"""
+--attention-backend torch_native --device=cpu --max_total_tokens=99""",
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "args", "words"),
-    [
-        ("vllm", "--device cpu --seed 3", VLLM_WORDS),
-        ("sglang", "--device=cpu --max_total_tokens=99", SGLANG_WORDS),
-    ],
-)
-def test_a_server_gets_what_training_needs_and_then_the_users_flags(kind: Kind, args: str, words: str):
+@cases("""
+kind   | args
+vllm   | --device cpu --seed 3
+sglang | --device=cpu --max_total_tokens=99
+""")
+def test_a_server_gets_what_training_needs_and_then_the_users_flags(kind: Kind, args: str):
     command = EngineCommand(kind, Path("/v/python"), Path("/m"), tuple(args.split()))
-    assert make_arguments(command, port=8101, key_file=Path("k.yaml")) == tuple(words.split())
+    assert make_arguments(command, port=8101, key_file=Path("k.yaml")) == tuple(WORDS[kind].split())
 
 
 @cases("""
