@@ -141,7 +141,7 @@ async def test_a_kill_at_any_step_of_the_writer_leaves_the_older_or_the_newer_co
 
 
 async def test_a_cancelled_save_keeps_what_someone_may_still_be_writing(stage_dir, autojump_clock):
-    async def hang(path: Path) -> None:
+    async def hang(path: Path):
         (path / "half.safetensors").write_bytes(b"x")
         await trio.sleep_forever()
 
@@ -275,7 +275,7 @@ async def test_a_disk_that_gives_other_bytes_back_fails_the_save(stage_dir, monk
     older = await save(stage_dir, 1)
     sync = save_module.fsync_tree
 
-    def sync_and_rot(root: Path) -> None:
+    def sync_and_rot(root: Path):
         sync(root)
         file = root / "model.safetensors"
         file.write_bytes(b"\xff" + file.read_bytes()[1:])
@@ -392,11 +392,11 @@ def test_nothing_of_a_run_may_be_a_link_that_leads_out_of_it(tmp_path, name):
 async def test_links_in_a_checkpoint_are_refused_when_written_and_when_read(stage_dir, tmp_path):
     (tmp_path / "outside").write_bytes(bytes(range(200)))
 
-    def put_link(path: Path) -> None:
+    def put_link(path: Path):
         (path / "model.safetensors").unlink()
         (path / "model.safetensors").symlink_to(tmp_path / "outside")
 
-    async def write_link(path: Path) -> None:
+    async def write_link(path: Path):
         await write_small_model(path)
         put_link(path)
 
