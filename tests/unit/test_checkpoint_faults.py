@@ -204,7 +204,7 @@ async def test_a_checkpoint_that_is_damaged_anywhere_is_refused_by_name_and_the_
     assert {*named.split(), "tokenizer.json"} <= {file.name for file in files}
     draw = random.Random(0)
 
-    def check_refused(named: str) -> None:
+    def check_refused(named: str):
         reports = []
         assert find_newest_checkpoint(stage_dir, hashes=True, report=reports.append) == older, named
         assert len(reports) == 1 and named in reports[0], (named, reports)
