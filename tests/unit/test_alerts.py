@@ -64,7 +64,7 @@ async def test_a_run_tells_its_log_a_command_and_a_webhook_whose_address_is_a_se
     posted = []
 
     class Server(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
             self.send_response(500 if len(posted) > 1 else 204)
             self.end_headers()
