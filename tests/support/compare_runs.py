@@ -2,12 +2,11 @@
 throughput, memory and the attempt.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-from rollouts.checkpoints.load import list_checkpoints
+from rollouts.checkpoints.load import compute_sha256, list_checkpoints
 from rollouts.config.load import STAGES
 from rollouts.metrics.jsonl import newest_attempts, read_rows
 from rollouts.run_dir import RunDir, checkpoint_manifest
@@ -42,19 +41,17 @@ def read_comparable(path: Path) -> list[dict[str, Any]]:
 
 def weights_digest(checkpoint: Path) -> str:
     """SHA-256 of a checkpoint's weights."""
-    return hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
+    return compute_sha256(checkpoint / "model.safetensors")
 
 
 def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
     """SHA-256 of every file of a checkpoint but its manifest, by relative path: weights, optimizer, random
     state, positions, the loop's state, and all of a critic's.
     """
-    paths = [
-        path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint_manifest(checkpoint)
-    ]
     return {
-        path.relative_to(checkpoint).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(paths)
+        path.relative_to(checkpoint).as_posix(): compute_sha256(path)
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file() and path != checkpoint_manifest(checkpoint)
     }
 
 

@@ -1,10 +1,10 @@
 """What goes wrong with inference servers, as data: which engine, when, what.
 
-    plan = FaultPlan((
+    plan = (
         Fault("a", Crash(restart_after_s=20.0), at_request=5),   # dies in the middle of its sixth request
         Fault("b", StaleWeights(), at_update=1),                 # the new version, the old weights
         Fault("b", Hang(for_s=90.0), at_s=300.0),
-    ))
+    )
 
 Counts begin at 0 and go on over restarts of a server. A fault strikes once, at the first occasion that is not
 before the one it names: one that was busy with an earlier fault does not save a server from the later one.
@@ -90,7 +90,7 @@ class UpdateFails:
     """
 
     phase: UpdatePhase
-    how: Literal["error", "crash", "hang"] = "error"
+    how: Literal["error", "crash"] = "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +119,8 @@ class Fault:
     at_s: float | None = None  # seconds after the server was opened
 
 
-@dataclass(frozen=True, slots=True)
-class FaultPlan:
-    """Everything that goes wrong in a run."""
-
-    faults: tuple[Fault, ...] = ()
-
-
-NO_FAULTS = FaultPlan()
+FaultPlan = tuple[Fault, ...]
+"""Everything that goes wrong in a run."""
 
 
 def draw_fault_plan(
@@ -159,4 +153,4 @@ def draw_fault_plan(
             faults.append(Fault(engine, make(), at_s=draw.uniform(0, horizon_s)))
         else:
             faults.append(Fault(engine, make(), at_request=draw.randrange(requests)))
-    return FaultPlan(tuple(faults))
+    return tuple(faults)

@@ -27,7 +27,6 @@ from rollouts.protocols import PauseMode
 from rollouts.testing.fakes import fake_uniform
 from rollouts.types import FinishReason, FloatArray, GenerateRequest, IntArray
 from tests.support.fault_plan import (
-    NO_FAULTS,
     BadReply,
     BadStatus,
     Crash,
@@ -110,7 +109,7 @@ class SimulatedProcess:
     ) -> None:
         self.name, self.speed = name, speed or ServerSpeed()
         self.vocab_size, self.context_length = vocab_size, context_length
-        self.pending = [fault for fault in plan.faults if fault.engine == name]
+        self.pending = [fault for fault in plan if fault.engine == name]
         self.struck: list[Fault] = []  # faults that have happened, in order
         self.requests = self.loads = self.tokens = self.prompt_tokens = 0  # ever
         self.incarnation = 0
@@ -146,10 +145,6 @@ class SimulatedProcess:
         while self.up:
             await self._changed.wait()
         return f"{self.name}: killed by signal 9"
-
-    async def wait_started(self) -> None:
-        while not self.up:
-            await self._changed.wait()
 
     async def restart(self, after_s: float = 0.0) -> None:
         """Another process, which serves after `after_s` and speed.start_s: base weights, not named."""
@@ -346,11 +341,8 @@ class SimulatedProcess:
             if what.how == "error":
                 self._refused = [phase] * 2
                 raise BadAnswer(500, f"the plan fails the phase {phase} of update {index}")
-            if what.how == "crash":
-                self.crash()
-                raise ConnectionLost
-            self.hang()
-            await self.enter()
+            self.crash()
+            raise ConnectionLost
 
     # --- waiting
 
@@ -377,7 +369,7 @@ class SimulatedProcess:
 
 @asynccontextmanager
 async def open_simulated_process(
-    name: str = "a", plan: FaultPlan = NO_FAULTS, **options: Any
+    name: str = "a", plan: FaultPlan = (), **options: Any
 ) -> AsyncIterator[SimulatedProcess]:
     """A server that serves BASE_WEIGHTS, version "default", and suffers the faults of `plan` that bear its
     name. The options are those of SimulatedProcess; its `read_weights` says what a path holds (default:

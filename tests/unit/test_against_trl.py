@@ -7,9 +7,9 @@ both.
 """
 
 import contextlib
-import types
 from collections import defaultdict
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +33,7 @@ from rollouts.losses.token_losses import sft_loss
 from rollouts.types import metric_values
 from tests.support.text_tables import read_cells, read_params
 
+LossAndMetrics = tuple[Tensor, dict[str, float]]
 V = 7
 CHOSEN = [[0, 1, 2, 3, 4], [0, 6, 5, 1], [0, 3]]  # the prompt is the first token
 REJECTED = [[0, 2, 2], [0, 4, 1, 3, 6], [0, 5, 6, 2]]
@@ -152,18 +153,18 @@ class Model:
     def __call__(self, input_ids: Tensor, labels: Tensor | None = None, **_: object) -> Any:
         logits = self.weights[input_ids]
         if labels is None:
-            return types.SimpleNamespace(logits=logits)
+            return SimpleNamespace(logits=logits)
         kept, every = labels[:, 1:] != -100, self.weights[input_ids[:, :-1]].log_softmax(-1)
         log_probs = torch.where(kept, every.gather(-1, input_ids[:, 1:, None]).squeeze(-1), 0.0)
         entropy, flat = torch.where(kept, -(every.exp() * every).sum(-1), 0.0), torch.zeros_like(log_probs)
-        return types.SimpleNamespace(
+        return SimpleNamespace(
             log_probs=log_probs, entropy=entropy, mean_logits=flat, is_top1=flat.bool(), log_sum_sq_probs=flat
         )
 
 
 def trainer(**fields: Any) -> Any:
     """The attributes that TRL's loss methods read of their trainer."""
-    gathered = types.SimpleNamespace(
+    gathered = SimpleNamespace(
         device="cpu", gather_for_metrics=lambda value: value, gather=lambda value: value
     )
     given = {
@@ -172,15 +173,15 @@ def trainer(**fields: Any) -> Any:
         "accelerator": gathered,
         "aux_loss_enabled": False,
         "precompute_ref_logps": False,
-        "args": types.SimpleNamespace(gradient_checkpointing_kwargs=None, center_rewards_coefficient=None),
+        "args": SimpleNamespace(gradient_checkpointing_kwargs=None, center_rewards_coefficient=None),
         "_metrics": {mode: defaultdict(list) for mode in ("train", "eval")},
         "_total_train_tokens": 0,
     }
-    return types.SimpleNamespace(**given | fields)
+    return SimpleNamespace(**given | fields)
 
 
 @pytest.fixture
-def trl(monkeypatch: pytest.MonkeyPatch) -> Any:
+def trl(monkeypatch) -> Any:
     """TRL's trainers; gradient checkpointing has nothing to be switched off on a table."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     pytest.importorskip("trl", reason="pip install -e .[test-trl] compares with TRL itself")
@@ -191,7 +192,7 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     for module in (dpo_trainer, kto_trainer):
         monkeypatch.setattr(module, "disable_gradient_checkpointing", lambda *_: contextlib.nullcontext())
-    return types.SimpleNamespace(
+    return SimpleNamespace(
         dpo=dpo_trainer.DPOTrainer,
         kto=kto_trainer.KTOTrainer,
         reward=reward_trainer.RewardTrainer,
@@ -201,7 +202,7 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def trl_dpo(trl: Any, weights: Tensor, loss_type: str) -> tuple[Tensor, dict[str, float]]:
+def trl_dpo(trl: Any, weights: Tensor, loss_type: str) -> LossAndMetrics:
     ids, mask = stack([*CHOSEN, *REJECTED])
     fake = trainer(
         ld_alpha=None, f_divergence_type="reverse_kl", loss_types=[loss_type], loss_weights=[1.0], beta=0.3,
@@ -215,7 +216,7 @@ def last_metrics(fake: Any) -> dict[str, float]:
     return {name: values[-1] for name, values in fake._metrics["eval"].items() if values}
 
 
-def trl_kto(trl: Any, weights: Tensor, loss_type: str) -> tuple[Tensor, dict[str, float]]:
+def trl_kto(trl: Any, weights: Tensor, loss_type: str) -> LossAndMetrics:
     (ids, mask), (kl_ids, kl_mask) = stack(CHOSEN), stack(kl_rows())
     batch = {"label": torch.tensor(LABELS)}
     for prefix, tokens, kept in (("", ids, mask.long()), ("KL_", kl_ids, kl_mask.long())):
@@ -227,7 +228,7 @@ def trl_kto(trl: Any, weights: Tensor, loss_type: str) -> tuple[Tensor, dict[str
     return trl.kto._compute_loss(fake, Model(weights), batch, False), last_metrics(fake)
 
 
-def trl_without_reference(kind: Any, weights: Tensor, **fields: Any) -> tuple[Tensor, dict[str, float]]:
+def trl_without_reference(kind: Any, weights: Tensor, **fields: Any) -> LossAndMetrics:
     """ORPO and CPO."""
     batch: dict[str, Tensor] = {}
     for side, rows in (("chosen", SAME_LENGTH), ("rejected", REJECTED)):
@@ -250,18 +251,18 @@ def trl_without_reference(kind: Any, weights: Tensor, **fields: Any) -> tuple[Te
     return loss, {name: float(value) for name, value in metrics.items()}
 
 
-def trl_reward(trl: Any, weights: Tensor, **inputs: Tensor) -> tuple[Tensor, dict[str, float]]:
-    fake = trainer(args=types.SimpleNamespace(center_rewards_coefficient=None if inputs else 0.01))
-    answer = types.SimpleNamespace(logits=weights[:2, :3].reshape(6, 1))
+def trl_reward(trl: Any, weights: Tensor, **inputs: Tensor) -> LossAndMetrics:
+    fake = trainer(args=SimpleNamespace(center_rewards_coefficient=None if inputs else 0.01))
+    answer = SimpleNamespace(logits=weights[:2, :3].reshape(6, 1))
     loss = trl.reward.compute_loss(fake, lambda **_: answer, {"attention_mask": torch.ones(6, 1)} | inputs)
     return loss, last_metrics(fake)
 
 
-CPO = {"alpha": 0.0, "label_smoothing": 0.1, "cpo_alpha": 0.5, "beta": 0.3}
-SIMPO = {"alpha": 0.0, "label_smoothing": 0.0, "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 0.5}
+CPO = read_params("alpha = 0.0, label_smoothing = 0.1, cpo_alpha = 0.5, beta = 0.3")
+SIMPO = read_params("alpha = 0.0, label_smoothing = 0.0, cpo_alpha = 0.0, beta = 2.0, simpo_gamma = 0.5")
 
 
-def trl_loss(trl: Any, name: str, weights: Tensor) -> tuple[Tensor, dict[str, float]]:
+def trl_loss(trl: Any, name: str, weights: Tensor) -> LossAndMetrics:
     kind, _, rest = name.partition("/")
     if kind in ("dpo", "kto"):
         return (trl_dpo if kind == "dpo" else trl_kto)(trl, weights, rest)
@@ -304,7 +305,7 @@ def test_the_supervised_loss_is_that_of_transformers_which_trl_uses():
     torch.testing.assert_close(our_gradient, their_gradient, rtol=0, atol=1e-6)
 
 
-def test_trl_itself_has_our_losses_gradients_and_metrics(trl: Any):
+def test_trl_itself_has_our_losses_gradients_and_metrics(trl):
     for name, (_, _, recorded) in CASES.items():
         theirs, ours = POLICY.clone().requires_grad_(), POLICY.clone().requires_grad_()
         loss, metrics = trl_loss(trl, name, theirs)

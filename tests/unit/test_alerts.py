@@ -39,7 +39,7 @@ entropy/mean        | falls(by=0.5, steps=2) | 1 3 0.9 0.9 0.9 0.9 1.5 | step 3,
 logps/chosen        | falls(by=0.5, steps=1) | -4 -5 -7 -11            | step 4
 """)
 def test_a_rule_is_said_once_when_it_begins_to_hold_and_once_when_it_is_over(
-    tmp_path: Path, metric: str, rule: str, values: str, expected: str
+    tmp_path, metric: str, rule: str, values: str, expected: str
 ):
     settings, cells = f'metric = "{metric}"\nrule = "{rule}"', enumerate(values.split(), 1)
     rows = [make_row(step, **({"a/b": 0} if cell == "-" else {metric: float(cell)})) for step, cell in cells]
@@ -49,7 +49,7 @@ def test_a_rule_is_said_once_when_it_begins_to_hold_and_once_when_it_is_over(
     assert ", ".join(found) == expected
 
 
-def test_a_stage_and_an_evaluation_are_looked_at_by_themselves(tmp_path: Path):
+def test_a_stage_and_an_evaluation_are_looked_at_by_themselves(tmp_path):
     settings = 'metric = "eval/a/loss"\nrule = "absent(steps=1)"\nstage = "rl"'
     rows = [make_row(1, stage=stage, name=name) for stage in ("sft", "rl") for name in ("a", "b")]
     assert look(tmp_path, settings, make_row(1), *rows)[0] == [
@@ -60,13 +60,11 @@ def test_a_stage_and_an_evaluation_are_looked_at_by_themselves(tmp_path: Path):
 WRITE = "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + chr(10))"
 
 
-async def test_a_run_tells_its_log_a_command_and_a_webhook_whose_address_is_a_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    posted: list[str] = []
+async def test_a_run_tells_its_log_a_command_and_a_webhook_whose_address_is_a_secret(tmp_path, monkeypatch):
+    posted = []
 
     class Server(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
             self.send_response(500 if len(posted) > 1 else 204)
             self.end_headers()
@@ -97,7 +95,7 @@ false                                     | CalledProcessError
 {sys.executable} -c while(1):pass         | TimeoutExpired
 """)
 def test_a_command_that_fails_or_hangs_and_a_webhook_that_nobody_hears_cost_a_warning_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, problem: str
+    tmp_path, monkeypatch, command: str, problem: str
 ):
     monkeypatch.setattr(sink_alerts, "TELL_S", 1.0)
     monkeypatch.setenv("HOOK", "http://127.0.0.1:1/planted")  # where nothing listens
@@ -117,7 +115,7 @@ rule = "absent(steps=0)"                    | steps are 1 or more
 rule = "not_finite"                         | optim/skipped_steps and critic/optim/skipped_steps count
 rule = "absent(steps=1)"; webhook = "http:" | webhook is no name of an environment variable
 """)
-def test_a_rule_that_cannot_hold_is_refused(tmp_path: Path, settings: str, problem: str):
+def test_a_rule_that_cannot_hold_is_refused(tmp_path, settings: str, problem: str):
     (tmp_path / "c.toml").write_text(f'[alerts]\nmetric = "a/b"\n{settings.replace("; ", chr(10))}')
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "c.toml")
@@ -130,9 +128,7 @@ run = ["/nowhere"] | there is no program '/nowhere'; give its path
 webhook = "HOOK"   | HOOK is not set; export it with the URL
                    | the metric 'reward/men' is none of ours; did you mean reward/mean?
 """)
-def test_what_an_alert_lacks_is_found_before_a_run_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, problem: str
-):
+def test_what_an_alert_lacks_is_found_before_a_run_starts(tmp_path, monkeypatch, settings: str, problem: str):
     monkeypatch.delenv("HOOK", raising=False)
     text, findings = f'[alerts]\nmetric = "reward/men"\nrule = "absent(steps=1)"\n{settings}', Findings()
     (tmp_path / "c.toml").write_text(text)

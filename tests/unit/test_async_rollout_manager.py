@@ -54,14 +54,14 @@ async def test_a_batch_has_all_rows_in_launch_order_with_everything_a_loss_needs
     assert [sample.id for sample in batch.samples] == ids
     seeds = {request.request_id: request.sampling.seed for request in run.engine.requests}
     assert seeds == {name: compute_request_seed(1, name) for name in ids}
-    assert batch.group_indices is not None and batch.group_indices.tolist() == [0, 0, 0, 1, 1, 1]
-    assert batch.rewards is not None and batch.rewards.dtype == np.float32
+    assert batch.group_indices.tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch.rewards.dtype == np.float32
     assert batch.rewards.tolist() == [0, 1, 2, 0, 1, 2] and batch.temperature == 1.0
     columns = zip(
         batch.tokens,
         batch.loss_masks,
-        batch.rollout_log_probs or (),
-        batch.weight_versions or (),
+        batch.rollout_log_probs,
+        batch.weight_versions,
         strict=True,
     )
     for sample, row in zip(batch.samples, columns, strict=True):
@@ -93,7 +93,7 @@ async def test_at_no_staleness_the_first_by_launch_win_and_surplus_prompts_come_
 
 
 async def test_a_filtered_group_is_replaced_and_the_first_objection_counts():
-    asked: list[str] = []
+    asked = []
 
     def named(name: str, keep: bool):
         async def filter_(group: SampleGroup) -> FilterDecision:
@@ -209,16 +209,6 @@ async def test_with_a_ranker_the_best_of_all_that_are_kept_train_in_launch_order
     assert run.upcoming(1) == STREAM[drawn : drawn + 1], "what is outranked does not come back in this epoch"
     metrics = run.metrics()
     assert (metrics["groups/kept"], metrics["groups/dropped/outranked"]) == (2, outranked)
-
-
-async def test_a_ranker_that_gives_no_number_stops_the_call_and_loses_nothing():
-    run = make_run(ranker=rank_by(1.0, math.nan), over_sampling=2.0)
-    with pytest.raises(
-        UserFunctionError, match=r"ranker ranker on group 1 \(prompt row-\d+\) returned .* score"
-    ):
-        await run.manager.generate_batch()
-    assert run.upcoming(5) == STREAM[:5]
-    assert run.books() == {"drawn": 4, "dropped/aborted": 4}
 
 
 # --- samples that fail ---
@@ -413,12 +403,27 @@ def test_what_cannot_train_is_refused_at_once():
             make_run(sampling=dataclasses.replace(SAMPLING, **partial))
 
 
-async def test_a_filter_that_raises_stops_the_call_and_loses_nothing():
-    async def broken(group: SampleGroup) -> bool:
-        raise ZeroDivisionError("oops")
+async def broken(group: SampleGroup) -> bool:
+    raise ZeroDivisionError("oops")
 
-    run = make_run(filters=[broken], over_sampling=2.0)
-    message = r"filter broken on group 0 \(prompt row-\d+\) raised ZeroDivisionError: oops"
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"filters": [broken]},
+            r"filter broken on group 0 \(prompt row-\d+\) raised ZeroDivisionError: oops",
+        ),
+        (
+            {"ranker": rank_by(1.0, math.nan)},
+            r"ranker ranker on group 1 \(prompt row-\d+\) returned .* score",
+        ),
+    ],
+)
+async def test_a_filter_that_raises_and_a_ranker_without_a_number_stop_the_call_and_lose_nothing(
+    options, message
+):
+    run = make_run(over_sampling=2.0, **options)
     with pytest.raises(UserFunctionError, match=message):
         await run.manager.generate_batch()
     assert run.upcoming(5) == STREAM[:5]

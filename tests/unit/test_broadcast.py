@@ -100,7 +100,7 @@ class Fleet:
     """Engines by name with the faults of each, and the peers that a transport made of them, newest last."""
 
     def __init__(self, **faults: dict[str, Any]) -> None:
-        self.engines: Any = [FakeEngine(name) for name in faults]
+        self.engines = [FakeEngine(name) for name in faults]
         self.faults = faults
         self.peers: dict[str, list[FakePeer]] = {name: [] for name in faults}
 
@@ -228,11 +228,11 @@ class FakeServer:
         timeout = timedelta(seconds=60)
 
         def make() -> Any:
-            make_store: Any = vars(torch.distributed)["TCPStore"]
-            store = make_store(address, port, 2, is_master=False, timeout=timeout)
-            prefix: Any = PrefixStore(group_name, store)
-            options: Any = {"group_name": group_name, "timeout": timeout}
-            group, _ = _new_process_group_helper(2, 1, [], Backend(backend), prefix, **options)
+            store = torch.distributed.TCPStore(address, port, 2, is_master=False, timeout=timeout)
+            group, _ = _new_process_group_helper(
+                2, 1, [], Backend(backend), PrefixStore(group_name, store),
+                group_name=group_name, timeout=timeout,
+            )  # fmt: skip
             _world.pg_group_ranks[group] = {0: 0, 1: 1}
             return group
 
@@ -255,7 +255,7 @@ class FakeServer:
 
 
 async def test_bytes_reach_a_server_and_one_that_takes_nothing_can_be_given_up():
-    server: Any = FakeServer()
+    server = FakeServer()
     peer = SGLangPeer(server, wire="gloo", device=CPU, progress_s=8.0)
     await peer.begin()
     bucket = flatten_tensors([("w", torch.arange(6.0))], dtype=None, device=CPU)
@@ -296,8 +296,12 @@ def test_nobody_outside_this_machine_reaches_a_groups_ports():
 # --- what cannot be -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"wire": "nccl"}, {"kind": "vllm"}])
-async def test_nccl_without_a_gpu_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch, options: Any):
+@cases("""
+options
+wire = "nccl"
+kind = "vllm"
+""")
+async def test_nccl_without_a_gpu_is_refused_with_a_way_out(monkeypatch, options: dict):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(WeightSyncError, match=r"need a GPU on the trainer's side.*update from disk"):
         async with open_broadcast(**options):

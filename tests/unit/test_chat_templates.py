@@ -67,46 +67,82 @@ def marked(messages: list[Any], tokenizer: PreTrainedTokenizerFast, **options: A
 
 # --- talks of two answers -----------------------------------------------------------------------------------
 
-LLAMA_SYSTEM = (
-    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December"
-    " 2023\nToday Date: 26 Jul 2024\n\n"
-)
+LLAMA_SYSTEM = """<|begin_of_text|><|start_header_id|>system<|end_header_id|>
+
+Cutting Knowledge Date: December 2023
+Today Date: 26 Jul 2024
+
+"""
 QWEN_SYSTEM = (
     "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
 )
 TALKS = {
-    "chatml": (
-        "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n⟦It is 7.<|im_end|>⟧\n"
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n"
-    ),
+    "chatml": """<|im_start|>user
+3+4?<|im_end|>
+<|im_start|>assistant
+⟦It is 7.<|im_end|>⟧
+<|im_start|>user
+2+2?<|im_end|>
+<|im_start|>assistant
+⟦4<|im_end|>⟧
+""",
     "llama3_1": (
-        LLAMA_SYSTEM + "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n3+4?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦It is"
-        " 7.<|eot_id|>⟧<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦4<|eot_id|>⟧"
+        LLAMA_SYSTEM
+        + """<|eot_id|><|start_header_id|>user<|end_header_id|>
+
+3+4?<|eot_id|><|start_header_id|>assistant<|end_header_id|>
+
+⟦It is 7.<|eot_id|>⟧<|start_header_id|>user<|end_header_id|>
+
+2+2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>
+
+⟦4<|eot_id|>⟧"""
     ),
     "qwen2_5": (
-        QWEN_SYSTEM + "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n⟦It is 7.<|im_end|>⟧\n"
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n"
+        QWEN_SYSTEM
+        + """<|im_start|>user
+3+4?<|im_end|>
+<|im_start|>assistant
+⟦It is 7.<|im_end|>⟧
+<|im_start|>user
+2+2?<|im_end|>
+<|im_start|>assistant
+⟦4<|im_end|>⟧
+"""
     ),
-    "gemma": (
-        "<bos><start_of_turn>user\n3+4?<end_of_turn>\n<start_of_turn>model\n⟦It is 7.<end_of_turn>⟧\n"
-        "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n⟦4<end_of_turn>⟧\n"
-    ),
-    "gemma3": (
-        "<bos><start_of_turn>user\n3+4?<end_of_turn>\n<start_of_turn>model\n⟦It is 7.<end_of_turn>⟧\n"
-        "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n⟦4<end_of_turn>⟧\n"
-    ),
+    "gemma": """<bos><start_of_turn>user
+3+4?<end_of_turn>
+<start_of_turn>model
+⟦It is 7.<end_of_turn>⟧
+<start_of_turn>user
+2+2?<end_of_turn>
+<start_of_turn>model
+⟦4<end_of_turn>⟧
+""",
+    "gemma3": """<bos><start_of_turn>user
+3+4?<end_of_turn>
+<start_of_turn>model
+⟦It is 7.<end_of_turn>⟧
+<start_of_turn>user
+2+2?<end_of_turn>
+<start_of_turn>model
+⟦4<end_of_turn>⟧
+""",
     "mistral_v2v3": "<s>[INST] 3+4?[/INST]⟦ It is 7.</s>⟧[INST] 2+2?[/INST]⟦ 4</s>⟧",
     "mistral_v3_tekken": "<s>[INST]3+4?[/INST]⟦It is 7.</s>⟧[INST]2+2?[/INST]⟦4</s>⟧",
     "deepseek_v3": (
         "<｜begin▁of▁sentence｜><｜User｜>3+4?<｜Assistant｜>⟦It is 7.<｜end▁of▁sentence｜>⟧"
         "<｜User｜>2+2?<｜Assistant｜>⟦4<｜end▁of▁sentence｜>⟧"
     ),
-    "phi3": (
-        "<|user|>\n3+4?<|end|>\n<|assistant|>\n⟦It is"
-        " 7.<|end|>⟧\n<|user|>\n2+2?<|end|>\n<|assistant|>\n⟦4<|end|>⟧\n<|endoftext|>"
-    ),
+    "phi3": """<|user|>
+3+4?<|end|>
+<|assistant|>
+⟦It is 7.<|end|>⟧
+<|user|>
+2+2?<|end|>
+<|assistant|>
+⟦4<|end|>⟧
+<|endoftext|>""",
     "plain": "User: 3+4?\nAssistant:⟦ It is 7.</s>⟧\nUser: 2+2?\nAssistant:⟦ 4</s>⟧\n",
 }
 
@@ -140,24 +176,43 @@ def test_a_tokenizer_of_word_marks_trains_the_same_text(name):
 
 # --- tools --------------------------------------------------------------------------------------------------
 
-QWEN_TOOLS = (
-    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.\n\n#"
-    " Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with"
-    ' function signatures within <tools></tools> XML tags:\n<tools>\n{"type": "function", "function":'
-    ' {"name": "weather", "description": "The weather.", "parameters": {"type": "object", "properties":'
-    ' {"city": {"type": "string"}}}}}\n</tools>\n\nFor each function call, return a json object with function'
-    ' name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>,'
-    ' "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
-)
+QWEN_TOOLS = """<|im_start|>system
+You are Qwen, created by Alibaba Cloud. You are a helpful assistant.
+
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters":\
+ {"type": "object", "properties": {"city": {"type": "string"}}}}}
+</tools>
+
+For each function call, return a json object with function name and arguments within\
+ <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+"""
 
 
 def test_a_tool_call_trains_and_the_tools_and_its_result_do_not():
     assert marked(CALLS, family_tokenizer("qwen2_5"), tools=[WEATHER]) == (
         QWEN_TOOLS
-        + '<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n⟦<tool_call>\n{"name": "weather",'
-        ' "arguments": {"city": "Oslo", "days":'
-        " 2}}\n</tool_call><|im_end|>⟧\n<|im_start|>user\n<tool_response>\n4"
-        " degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n⟦It is 4.<|im_end|>⟧\n"
+        + """<|im_start|>user
+Oslo?<|im_end|>
+<|im_start|>assistant
+⟦<tool_call>
+{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
+</tool_call><|im_end|>⟧
+<|im_start|>user
+<tool_response>
+4 degrees
+</tool_response><|im_end|>
+<|im_start|>assistant
+⟦It is 4.<|im_end|>⟧
+"""
     )
 
 
@@ -174,24 +229,43 @@ def test_a_tool_call_trains_and_the_tools_and_its_result_do_not():
         ),
         (
             "deepseek_v3",  # wants the arguments as text
-            (
-                "<｜begin▁of▁sentence｜><｜User｜>Oslo?<｜Assistant｜>⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>funct"
-                'ion<｜tool▁sep｜>weather\n```json\n{"city":'
-                ' "Oslo", "days":'
-                " 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>⟧"
-                "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>4"
-                " degrees<｜tool▁output▁end｜><｜tool▁outputs▁end｜>⟦It is 4.<｜end▁of▁sentence｜>⟧"
-            ),
+            """<｜begin▁of▁sentence｜><｜User｜>Oslo?<｜Assistant｜>⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜too\
+l▁sep｜>weather
+```json
+{"city": "Oslo", "days": 2}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>⟧<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>4\
+ degrees<｜tool▁output▁end｜><｜tool▁outputs▁end｜>⟦It is 4.<｜end▁of▁sentence｜>⟧""",
         ),
         (
             "qwen3_6",  # opens the thinking in what generation begins with
-            (
-                "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n<think>\n⟦\n</think>\n\n<tool_call"
-                ">\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</paramete"
-                "r>\n</function>\n</tool_call><|im_end|>⟧\n<|im_start|>user\n<tool_response>\n4"
-                " degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n⟦\n</think>\n\nIt is"
-                " 4.<|im_end|>⟧\n"
-            ),
+            """<|im_start|>user
+Oslo?<|im_end|>
+<|im_start|>assistant
+<think>
+⟦
+</think>
+
+<tool_call>
+<function=weather>
+<parameter=city>
+Oslo
+</parameter>
+<parameter=days>
+2
+</parameter>
+</function>
+</tool_call><|im_end|>⟧
+<|im_start|>user
+<tool_response>
+4 degrees
+</tool_response><|im_end|>
+<|im_start|>assistant
+<think>
+⟦
+</think>
+
+It is 4.<|im_end|>⟧
+""",
         ),
     ],
 )
@@ -217,15 +291,29 @@ def test_a_template_that_would_write_arguments_in_the_notation_of_python_is_give
 def test_what_generation_is_given_does_not_train():
     assert (
         marked(THOUGHTS[:2], family_tokenizer("qwen3_6"))
-        == "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n<think>\n⟦three,"
-        " four\n</think>\n\n7<|im_end|>⟧\n"
+        == """<|im_start|>user
+3+4?<|im_end|>
+<|im_start|>assistant
+<think>
+⟦three, four
+</think>
+
+7<|im_end|>⟧
+"""
     )
     no_thinking = {"enable_thinking": False}
     for name in ("qwen3", "qwen3_6"):
         assert (
             marked(TALK[:2], family_tokenizer(name), params=no_thinking)
-            == "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦It is"
-            " 7.<|im_end|>⟧\n"
+            == """<|im_start|>user
+3+4?<|im_end|>
+<|im_start|>assistant
+<think>
+
+</think>
+
+⟦It is 7.<|im_end|>⟧
+"""
         )
 
 

@@ -16,7 +16,7 @@ from tests.support.text_tables import cases, write_jsonl
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path) -> Path:
     root = tmp_path / "run"
     checkpoint = root / "checkpoints/rl/step_2"
     checkpoint.mkdir(parents=True)
@@ -52,7 +52,7 @@ def test_a_flipped_bit_shows_only_when_every_byte_is_read(run: Path):
     assert check_levels(run)["checkpoints/rl/step_2"] == "error"
 
 
-def test_the_command_exits_with_2_where_something_is_wrong(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_exits_with_2_where_something_is_wrong(run: Path, capsys):
     (run / "trackers").mkdir()
     (run / "trackers/statsd.json").write_text(json.dumps({"schema": 1, "id": "a", "files": {}, "number": 0}))
     assert main(["check", str(run), "--deep"]) == 0
@@ -76,7 +76,7 @@ url         | with_key                     | without_key | levels | word
 127.0.0.1:1 | | | error | ConnectError
 """)
 def test_a_server_is_healthy_or_named_with_the_way_out(
-    monkeypatch: pytest.MonkeyPatch, url: str, with_key: str, without_key: str, levels: str, word: str
+    monkeypatch, url: str, with_key: str, without_key: str, levels: str, word: str
 ):
     def answer(request: httpx.Request) -> httpx.Response:
         answers = with_key if "authorization" in request.headers else without_key

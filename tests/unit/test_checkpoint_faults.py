@@ -50,7 +50,7 @@ def held() -> Trained:
 
 
 @pytest.fixture
-def stage_dir(tmp_path: Path) -> Path:
+def stage_dir(tmp_path) -> Path:
     return RunDir(tmp_path).stage_checkpoints("rl")
 
 
@@ -114,14 +114,7 @@ class Disk:
         return call
 
     def _opening(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(
-            path: Any,
-            mode: str = "r",
-            buffering: int = -1,
-            encoding: str | None = None,
-            *rest: Any,
-            **options: Any,
-        ) -> Any:
+        def call(path, mode="r", buffering=-1, encoding=None, *rest, **options):
             if not set(mode) & set("wax+") or isinstance(path, int):
                 return real(path, mode, buffering, encoding, *rest, **options)
             self.ask("open", path)
@@ -160,7 +153,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 async def test_a_disk_that_refuses_any_single_call_of_a_save_costs_that_save_only(
-    stage_dir: Path, held: Trained, monkeypatch: pytest.MonkeyPatch
+    stage_dir: Path, held: Trained, monkeypatch
 ):
     older = await save(stage_dir, 1, held)
     asked = await count_calls(stage_dir, 2, held, monkeypatch)
@@ -172,12 +165,9 @@ async def test_a_disk_that_refuses_any_single_call_of_a_save_costs_that_save_onl
                 Disk(refused, number).install(patch)
                 with pytest.raises(StorageError) as caught:
                     await save(stage_dir, 2, held)
-            assert f"{stage_dir}/step_2 cannot be written ({os.strerror(number)} at " in str(caught.value), (
-                what
-            )
-            assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == number, (
-                what
-            )
+            error, cause = str(caught.value), caught.value.__cause__
+            assert f"{stage_dir}/step_2 cannot be written ({os.strerror(number)} at " in error, what
+            assert isinstance(cause, OSError) and cause.errno == number, what
             assert names_in(stage_dir) == ["step_1"], what
             assert find_newest_checkpoint(stage_dir, hashes=True) == older, what
     written = ("config.json", "model-of-rank-0-00001.safetensors", "optimizer.safetensors", "backend.json")
@@ -210,31 +200,26 @@ async def test_a_checkpoint_that_is_damaged_anywhere_is_refused_by_name_and_the_
 ):
     older, newer = await save(stage_dir, 1, held), await save(stage_dir, 2, held)
     files = sorted(path for path in newer.rglob("*") if path.is_file())
-    assert {
-        "config.json",
-        "manifest.json",
-        "model.safetensors",
-        "optimizer.safetensors",
-        "backend.json",
-        "trainer.json",
-        "tokenizer.json",
-    } <= {file.name for file in files}
+    named = "config.json manifest.json model.safetensors optimizer.safetensors backend.json trainer.json"
+    assert {*named.split(), "tokenizer.json"} <= {file.name for file in files}
     draw = random.Random(0)
+
+    def check_refused(named: str):
+        reports = []
+        assert find_newest_checkpoint(stage_dir, hashes=True, report=reports.append) == older, named
+        assert len(reports) == 1 and named in reports[0], (named, reports)
+
     for file in files:
         whole = file.read_bytes()
         for content in damage(whole, draw):
             if file.name == "manifest.json" and re.search(rb'"schema": [013-9],', content):
                 continue  # that would be a later version's, which is refused otherwise
             file.write_bytes(content)
-            reports: list[str] = []
-            assert find_newest_checkpoint(stage_dir, hashes=True, report=reports.append) == older, file.name
-            assert len(reports) == 1 and str(file) in reports[0], (file.name, reports)
+            check_refused(str(file))
         file.write_bytes(whole)
     for file in files:
-        file.rename(file.with_name("elsewhere"))
-        reports = []
-        assert find_newest_checkpoint(stage_dir, hashes=True, report=reports.append) == older, file.name
-        assert len(reports) == 1 and file.name in reports[0], (file.name, reports)
-        file.with_name("elsewhere").rename(file)
+        moved = file.rename(file.with_name("elsewhere"))
+        check_refused(file.name)
+        moved.rename(file)
     assert find_newest_checkpoint(stage_dir, hashes=True) == newer
     assert load_trainer_state(newer) == {"cursor": 2}

@@ -123,7 +123,7 @@ async def test_what_is_written_besides_belongs_to_the_checkpoint_and_can_fail_it
     backend, warnings, refuse = SlowBackend(room=room), [], False
     backend.go.set()
 
-    async def write_more(path: Path) -> None:
+    async def write_more(path: Path):
         if refuse:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         (path / "more").write_text((path / "model").read_text() + "!")
@@ -193,7 +193,7 @@ async def test_the_last_save_is_tried_twice(tmp_path, failures: int):
     backend.go.set()
     backend.failures = failures
 
-    async def run() -> None:
+    async def run():
         async with open_writer(backend, tmp_path, warnings) as writer:
             await writer.save(5, {}, last=True)
 
@@ -224,7 +224,7 @@ async def test_too_little_room_for_two_checkpoints_is_a_warning_at_the_start(tmp
         def state_bytes(self) -> int:
             return 1 << 50
 
-    warnings: list[str] = []
+    warnings = []
     async with open_writer(HugeBackend(), tmp_path / "not" / "there", warnings):
         pass
     assert "two checkpoints of this model take 2097152.0 GiB" in warnings[0]

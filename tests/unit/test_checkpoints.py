@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,16 +52,22 @@ async def write_small_model(path: Path) -> None:
     await trio.lowlevel.checkpoint()
 
 
-async def save(stage_dir: Path, step: int, write_model=write_small_model, state=None) -> Path:
+async def refuse_to_write(_path: Path) -> None:
+    pytest.fail("wrote a model")
+
+
+async def save(stage_dir: Path, step: int, write_model=write_small_model, **options) -> Path:
     path = stage_dir / f"step_{step}"
-    await save_checkpoint(
-        path,
-        write_model=write_model,
-        state=STATE if state is None else state,
-        stage=stage_dir.name,
-        step=step,
-    )
+    options = {"state": STATE, "stage": stage_dir.name, "step": step} | options
+    await save_checkpoint(path, write_model=write_model, **options)
     return path
+
+
+choose = partial(choose_checkpoint, config_hash=None)
+
+
+def names_in(stage_dir: Path) -> list[str]:
+    return sorted(path.name for path in stage_dir.iterdir())
 
 
 @pytest.fixture
@@ -76,7 +83,7 @@ async def test_a_saved_checkpoint_is_complete_and_gives_its_state_back(stage_dir
     check_checkpoint(path, hashes=True)
     assert load_trainer_state(path) == STATE
     assert find_newest_checkpoint(stage_dir) == path
-    assert [entry.name for entry in stage_dir.iterdir()] == ["step_4"]
+    assert names_in(stage_dir) == ["step_4"]
 
 
 async def test_files_are_synced_before_the_manifest_the_manifest_before_the_name_and_the_name_last(
@@ -129,12 +136,12 @@ async def test_a_kill_at_any_step_of_the_writer_leaves_the_older_or_the_newer_co
         assert find_newest_checkpoint(stage_dir) == older
         check_checkpoint(older, hashes=True)
     assert len(remove_incomplete(stage_dir)) == len(steps)
-    assert [entry.name for entry in stage_dir.iterdir()] == ["step_1"]
+    assert names_in(stage_dir) == ["step_1"]
     assert remove_incomplete(stage_dir / "nowhere") == []
 
 
 async def test_a_cancelled_save_keeps_what_someone_may_still_be_writing(stage_dir, autojump_clock):
-    async def hang(path: Path) -> None:
+    async def hang(path: Path):
         (path / "half.safetensors").write_bytes(b"x")
         await trio.sleep_forever()
 
@@ -156,17 +163,13 @@ async def test_an_incomplete_checkpoint_is_replaced(stage_dir):
     check_checkpoint(path, hashes=True)
     assert not (path / "stale.bin").exists()
     remove_incomplete(stage_dir)
-    assert [entry.name for entry in stage_dir.iterdir()] == ["step_3"]
+    assert names_in(stage_dir) == ["step_3"]
 
 
 async def test_a_complete_checkpoint_is_never_overwritten(stage_dir):
     path = await save(stage_dir, 3)
-
-    async def touched(_path: Path) -> None:
-        pytest.fail("wrote a model")
-
     with pytest.raises(CheckpointError, match="never overwritten"):
-        await save(stage_dir, 3, touched, {"other": 1})
+        await save(stage_dir, 3, refuse_to_write, state={"other": 1})
     assert load_trainer_state(path) == STATE
 
 
@@ -218,7 +221,7 @@ async def test_retention_counts_complete_checkpoints_only_and_touches_nothing_el
         await save(stage_dir, step)
     checkpoint_manifest(stage_dir / "step_4").unlink()
     assert apply_retention(stage_dir, 2) == [1]
-    assert sorted(entry.name for entry in stage_dir.iterdir()) == ["step_2", "step_3", "step_4"]
+    assert names_in(stage_dir) == ["step_2", "step_3", "step_4"]
     assert apply_retention(stage_dir, 2) == []
 
 
@@ -234,9 +237,7 @@ async def test_a_crash_while_removing_leaves_no_half_checkpoint_under_its_name(s
         patch.setattr(shutil, "rmtree", die)
         with pytest.raises(OSError, match="killed"):
             apply_retention(stage_dir, 1)
-    assert sorted(entry.name for entry in stage_dir.iterdir() if not entry.name.startswith(".tmp-")) == [
-        "step_2"
-    ]
+    assert [name for name in names_in(stage_dir) if not name.startswith(".tmp-")] == ["step_2"]
     assert len(remove_incomplete(stage_dir)) == 1
 
 
@@ -245,8 +246,9 @@ async def test_retention_never_removes_the_newest_or_the_best(stage_dir, tmp_pat
     rows = [(1, 2, 0.9), (1, 4, 0.2), (2, 4, 0.95), (2, 6, 0.1)]
     of_rl = [{"attempt": a, "step": s, "eval/heldout/avg@1": score} for a, s, score in rows]
     of_sft = {"stage": "sft", "attempt": 1, "step": 8, "eval/heldout/avg@1": 1.0}
-    write_rows(RunDir(tmp_path).evaluations, [*of_rl, of_sft])
-    scores = read_scores(RunDir(tmp_path), "rl", "eval/heldout/avg@1", pytest.fail)
+    run_dir = RunDir(tmp_path)
+    write_rows(run_dir.evaluations, [*of_rl, of_sft])
+    scores = read_scores(run_dir, "rl", "eval/heldout/avg@1", pytest.fail)
     assert scores == {2: 0.9, 4: 0.95, 6: 0.1}
     for step in (2, 4, 6, 8):
         await save(stage_dir, step)
@@ -260,14 +262,10 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def test_a_score_of_weights_that_were_lost_and_trained_again_does_not_count(tmp_path):
-    write_rows(
-        RunDir(tmp_path).evaluations, [{"attempt": 1, "step": step, "score": step / 10} for step in (2, 4, 6)]
-    )
-    write_rows(
-        RunDir(tmp_path).metrics,
-        [{"attempt": 1, "step": step} for step in range(1, 7)] + [{"attempt": 2, "step": 4}],
-    )
-    assert read_scores(RunDir(tmp_path), "rl", "score") == {2: 0.2}, "attempt 2 went on after step 3"
+    run_dir, first = RunDir(tmp_path), [{"attempt": 1, "step": step} for step in range(1, 7)]
+    write_rows(run_dir.evaluations, [row | {"score": row["step"] / 10} for row in first[1::2]])
+    write_rows(run_dir.metrics, [*first, {"attempt": 2, "step": 4}])
+    assert read_scores(run_dir, "rl", "score") == {2: 0.2}, "attempt 2 went on after step 3"
 
 
 # --- reading back -------------------------------------------------------------------------------------------
@@ -277,7 +275,7 @@ async def test_a_disk_that_gives_other_bytes_back_fails_the_save(stage_dir, monk
     older = await save(stage_dir, 1)
     sync = save_module.fsync_tree
 
-    def sync_and_rot(root: Path) -> None:
+    def sync_and_rot(root: Path):
         sync(root)
         file = root / "model.safetensors"
         file.write_bytes(b"\xff" + file.read_bytes()[1:])
@@ -285,7 +283,7 @@ async def test_a_disk_that_gives_other_bytes_back_fails_the_save(stage_dir, monk
     monkeypatch.setattr(save_module, "fsync_tree", sync_and_rot)
     with pytest.raises(StorageError, match=r"model\.safetensors reads back otherwise than it was written"):
         await save(stage_dir, 2)
-    assert [entry.name for entry in stage_dir.iterdir()] == [older.name]
+    assert names_in(stage_dir) == [older.name]
 
 
 # --- any damage, anywhere -----------------------------------------------------------------------------------
@@ -294,11 +292,11 @@ async def test_a_disk_that_gives_other_bytes_back_fails_the_save(stage_dir, monk
 async def test_a_damaged_checkpoint_loses_its_name_and_its_steps_can_be_saved_again(stage_dir):
     older, newer = await save(stage_dir, 4), await save(stage_dir, 8)
     (newer / "model.safetensors").write_bytes(bytes(200))
-    reports: list[str] = []
-    assert choose_checkpoint(stage_dir, config_hash=None, report=reports.append) == older
+    reports = []
+    assert choose(stage_dir, report=reports.append) == older
     assert "has not the SHA-256" in reports[0]
     assert "training goes on after step 4" in reports[1]
-    assert choose_checkpoint(stage_dir, config_hash=None, report=pytest.fail) == older, "it is reported once"
+    assert choose(stage_dir, report=pytest.fail) == older, "it is reported once"
     await save(stage_dir, 8)
     assert find_newest_checkpoint(stage_dir, hashes=True) == newer
     (aside,) = stage_dir.glob("damaged-step_8-*")
@@ -306,10 +304,6 @@ async def test_a_damaged_checkpoint_loses_its_name_and_its_steps_can_be_saved_ag
 
 
 # --- what cannot be read is not damaged ---------------------------------------------------------------------
-
-
-def names_in(stage_dir: Path) -> list[str]:
-    return sorted(path.name for path in stage_dir.iterdir())
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE])
@@ -339,42 +333,37 @@ async def test_a_newest_checkpoint_that_cannot_be_read_stops_the_resume_and_keep
             CheckpointError,
             match=rf"{file.name} cannot be read now \({os.strerror(number)}\).*nothing was changed; see that",
         ):
-            choose_checkpoint(stage_dir, config_hash=None, report=pytest.fail)
+            choose(stage_dir, report=pytest.fail)
     assert names_in(stage_dir) == ["step_4", "step_8"]
-    assert choose_checkpoint(stage_dir, config_hash=None, report=pytest.fail) == newest
+    assert choose(stage_dir, report=pytest.fail) == newest
 
 
 async def test_when_every_checkpoint_is_damaged_training_does_not_start_over_by_itself(stage_dir):
     for step in (4, 8):
         (await save(stage_dir, step) / "model.safetensors").write_bytes(b"")
     (stage_dir / "step_12").mkdir()
-    reports: list[str] = []
+    reports = []
     match = (
         r"(?s)no checkpoint in .*rl is as it was written.*restore one of step_8, step_4 from a copy, or"
         r" remove.*model\.safetensors has 0 bytes"
     )
     with pytest.raises(CheckpointError, match=match):
-        choose_checkpoint(stage_dir, config_hash=None, report=reports.append)
+        choose(stage_dir, report=reports.append)
     assert len(reports) == 3
     assert names_in(stage_dir) == ["step_12", "step_4", "step_8"]
     for step in (4, 8):
         shutil.rmtree(stage_dir / f"step_{step}")
     reports.clear()
-    assert choose_checkpoint(stage_dir, config_hash=None, report=reports.append) is None, (
-        "what was never finished is no checkpoint"
-    )
+    assert choose(stage_dir, report=reports.append) is None, "what was never finished is no checkpoint"
     assert "step_12 has no manifest.json" in reports[0]
     assert [name.partition("-")[0] for name in names_in(stage_dir)] == ["damaged"]
 
 
 async def test_a_checkpoint_of_other_settings_is_refused_by_name(stage_dir):
-    path = stage_dir / "step_3"
-    await save_checkpoint(
-        path, write_model=write_small_model, state=STATE, stage="rl", step=3, config_hash="aaaa"
-    )
-    assert choose_checkpoint(stage_dir, config_hash="aaaa", report=pytest.fail) == path
+    path = await save(stage_dir, 3, config_hash="aaaa")
+    assert choose(stage_dir, config_hash="aaaa", report=pytest.fail) == path
     with pytest.raises(CheckpointError, match="step_3 was made with other settings"):
-        choose_checkpoint(stage_dir, config_hash="bbbb", report=pytest.fail)
+        choose(stage_dir, config_hash="bbbb", report=pytest.fail)
     assert path.is_dir()
 
 
@@ -383,35 +372,37 @@ async def test_a_checkpoint_of_other_settings_is_refused_by_name(stage_dir):
 
 @cases("name: weights checkpoints engines config.toml metrics.jsonl")
 def test_nothing_of_a_run_may_be_a_link_that_leads_out_of_it(tmp_path, name):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
+    run = tmp_path / "run"
+    (run / "inside").mkdir(parents=True)
+    link = run / name
+    link.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(
         RunDirError, match=rf"run/{name} leads to .*elsewhere, outside .*run; remove that link"
     ):
-        check_links(RunDir(tmp_path / "run"))
-    (tmp_path / "run" / name).unlink()
-    (tmp_path / "run" / "inside").mkdir()
-    (tmp_path / "run" / name).symlink_to(tmp_path / "run" / "inside")
-    check_links(RunDir(tmp_path / "run"))
-    (tmp_path / "run" / name).unlink()
-    (tmp_path / "run" / name).symlink_to(name)
+        check_links(RunDir(run))
+    link.unlink()
+    link.symlink_to(run / "inside")
+    check_links(RunDir(run))
+    link.unlink()
+    link.symlink_to(name)
     with pytest.raises(RunDirError, match=rf"run/{name} cannot be followed \(.*remove the symbolic link"):
-        check_links(RunDir(tmp_path / "run"))
+        check_links(RunDir(run))
 
 
 async def test_links_in_a_checkpoint_are_refused_when_written_and_when_read(stage_dir, tmp_path):
     (tmp_path / "outside").write_bytes(bytes(range(200)))
 
-    async def write_link(path: Path) -> None:
-        await write_small_model(path)
+    def put_link(path: Path):
         (path / "model.safetensors").unlink()
         (path / "model.safetensors").symlink_to(tmp_path / "outside")
 
+    async def write_link(path: Path):
+        await write_small_model(path)
+        put_link(path)
+
     with pytest.raises(CheckpointError, match="is a link or no file"):
         await save(stage_dir, 1, write_link)
-    path = await save(stage_dir, 2)
-    (path / "model.safetensors").unlink()
-    (path / "model.safetensors").symlink_to(tmp_path / "outside")
+    put_link(path := await save(stage_dir, 2))
     with pytest.raises(CheckpointError, match=r"is a link to .*outside"):
         check_checkpoint(path, hashes=True)
     (stage_dir / "step_9").symlink_to(await save(tmp_path / "other" / "rl", 9))
@@ -423,23 +414,14 @@ async def test_links_in_a_checkpoint_are_refused_when_written_and_when_read(stag
 
 
 async def test_too_little_room_is_said_before_anything_is_written(stage_dir):
-    async def touched(_path: Path) -> None:
-        pytest.fail("wrote a model")
-
     with pytest.raises(StorageError, match=r"iB are free there, 1073741824.0 GiB are needed"):
-        await save_checkpoint(
-            stage_dir / "step_2", write_model=touched, state={}, stage="rl", step=2, expected_bytes=1 << 60
-        )
-    assert list(stage_dir.iterdir()) == []
+        await save(stage_dir, 2, refuse_to_write, expected_bytes=1 << 60)
+    assert names_in(stage_dir) == []
 
 
 def test_what_libraries_in_rust_say_of_a_disk_is_understood_and_nothing_else_is():
-    assert (
-        find_os_error(
-            SafetensorError("Error while serializing: I/O error: File too large (os error 27)")
-        ).errno
-        == errno.EFBIG
-    )
+    too_large = SafetensorError("Error while serializing: I/O error: File too large (os error 27)")
+    assert find_os_error(too_large).errno == errno.EFBIG
     assert find_os_error(Exception("No space left on device (os error 28)")).errno == errno.ENOSPC
     assert find_os_error(ValueError("no (os error 28)")) is None
     assert find_os_error(Exception("no space")) is None

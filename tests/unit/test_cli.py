@@ -21,7 +21,7 @@ from tests.support.text_tables import cases
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path) -> Path:
     path = tmp_path / "run.toml"
     text = (
         'model = { name = "./no-model" }\n[rl]\nsteps = 3\ndata = { kind = "jsonl", path = "rows.jsonl" }\n'
@@ -31,7 +31,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_explain_tells_where_a_value_comes_from(config: Path, capsys: pytest.CaptureFixture[str]):
+def test_explain_tells_where_a_value_comes_from(config: Path, capsys):
     for argv, line in (
         (["rl.steps"], f"rl.steps = 3  ({config})"),
         (["rl.steps", "--rl.steps", "5"], "rl.steps = 5  (--rl.steps)"),
@@ -56,9 +56,7 @@ check EMPTY                             | there is nothing to train
 evaluate tiny:byte                      | name a TOML file with an [eval] table: --config FILE
 evaluate tiny:byte --config EMPTY       | there is no [eval] table
 """)
-def test_a_wrong_name_is_one_message_with_the_way_out(
-    config: Path, argv: str, wanted: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_wrong_name_is_one_message_with_the_way_out(config: Path, argv: str, wanted: str, capsys):
     (config.parent / "empty.toml").write_text("")
     words = {"CONFIG": str(config), "EMPTY": str(config.parent / "empty.toml")}
     assert main([words.get(word, word) for word in argv.split()]) == 2
@@ -67,8 +65,15 @@ def test_a_wrong_name_is_one_message_with_the_way_out(
     assert wanted in err
 
 
-@pytest.mark.parametrize("argv", ["unknown", "inspect", "check", "inspect x --nonsense", "init x --seed 1"])
-def test_wrong_usage_exits_2(argv: str, capsys: pytest.CaptureFixture[str]):
+@cases("""
+argv
+unknown
+inspect
+check
+inspect x --nonsense
+init x --seed 1
+""")
+def test_wrong_usage_exits_2(argv: str, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(argv.split())
     assert stopped.value.code == 2
@@ -85,16 +90,14 @@ def test_a_reader_that_leaves_early_gets_no_traceback():
 
 
 @pytest.mark.parametrize("task", TASKS)
-async def test_what_init_writes_has_rows_and_functions_that_tell_right_from_wrong(tmp_path: Path, task: str):
+async def test_what_init_writes_has_rows_and_functions_that_tell_right_from_wrong(tmp_path, task: str):
     path, _ = write_task(tmp_path, task)
     config, findings = load_config(path), Findings(raises=True)
-    assert config.rl is not None
     rows = load_all_rows(config, ("sft", "rl"), findings)
     functions = load_functions(config, ("sft", "rl"), findings)
     assert all(len(rows.list_rows(stage)) > 15 for stage in ("sft", "rl", "eval"))
     right, wrong = make_trial_samples(rows.list_rows("rl"))
     reward, is_right = functions.reward, functions.eval_reward
-    assert reward is not None and is_right is not None
     assert [is_right(right), is_right(wrong)] == [1.0, 0.0]
     results = [await call_reward(reward, sample) for sample in (right, wrong)]
     assert results[0].reward == 1.0 and results[1].reward < 0.5
@@ -103,9 +106,7 @@ async def test_what_init_writes_has_rows_and_functions_that_tell_right_from_wron
         assert (await call_filter(functions.filters[0], SampleGroup(0, "row-0", group))).keep == kept
 
 
-def test_what_cannot_be_written_is_named_and_nothing_is_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_what_cannot_be_written_is_named_and_nothing_is_overwritten(tmp_path, capsys):
     (tmp_path / "task.py").write_text("mine", encoding="utf-8")
     with pytest.raises(RunDirError, match=r"task\.py is there already"):
         write_task(tmp_path, "counting")

@@ -22,7 +22,7 @@ def run_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_help_lists_every_command_in_order_and_each_explains_itself(capsys: pytest.CaptureFixture[str]):
+def test_help_lists_every_command_in_order_and_each_explains_itself(capsys):
     assert re.findall(r"^    ([a-z-]+)", run_help([], capsys), re.MULTILINE) == list(COMMANDS)
     assert {shlex.split(line)[0] for line in SHOWN} >= set(COMMANDS), "the page shows every command"
     for command in COMMANDS:
@@ -32,7 +32,7 @@ def test_help_lists_every_command_in_order_and_each_explains_itself(capsys: pyte
 
 
 @pytest.mark.parametrize("line", SHOWN)
-def test_what_the_page_shows_is_a_command(line: str, capsys: pytest.CaptureFixture[str]):
+def test_what_the_page_shows_is_a_command(line: str, capsys):
     words = [word for word in shlex.split(line) if word != "--help"]
     assert "usage: rollouts" in run_help(words, capsys)
     if len(words) > 1:

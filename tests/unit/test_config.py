@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,17 @@ data = { kind = "jsonl", path = "sft.jsonl" }
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Any:
+def write(tmp_path) -> Any:
     path = tmp_path / "run.toml"
     return lambda text: (path.write_text(text, encoding="utf-8"), path)[1]
 
 
-def problems_of(path: Path, overrides: list[str] | None = None) -> list[str]:
+def problems_of(path: Path, overrides: Sequence[str] = ()) -> list[str]:
     """The lines of the message, without the file's name and line in front."""
     with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides or [])
-    lines = str(caught.value).splitlines()
-    lines = lines[1:] if len(lines) > 1 else lines
-    return [re.sub(rf"^{re.escape(str(path))}(:\d+)?: ", "", line.strip()) for line in lines]
+        load_config(path, overrides)
+    first, *others = str(caught.value).splitlines()
+    return [re.sub(rf"^{re.escape(str(path))}(:\d+)?: ", "", line.strip()) for line in others or [first]]
 
 
 # --- values -------------------------------------------------------------------------------------------------
@@ -132,21 +132,19 @@ def test_a_ranker_needs_groups_that_compete(write, over_sampling: float, stalene
     assert any(f"rollout.ranker='reward_std' with {rule}" in problem for problem in problems)
 
 
-def test_samples_are_scored_one_by_one_or_by_group(write):
-    (problem,) = problems_of(write(RL + 'group_reward = "rewards.py:rank"\n'))
-    assert problem.startswith("rl: rollout.group_reward beside rollout.reward")
-
-
-def test_one_thing_makes_the_trajectories(write):
-    (problem,) = problems_of(write(RL + 'environment = "a.py:open_a"\nagent = "b"\n'))
-    assert problem.startswith("rl: rollout.generate, rollout.environment and rollout.agent each make the")
-    (problem,) = problems_of(write(RL + 'tools = ["a.py:add"]\nagent = "b"\n'))
-    assert problem.startswith("rl: rollout.tools are of a conversation that this run leads")
-
-
-def test_groups_train_again_only_where_samples_may_be_old(write):
-    (problem,) = problems_of(write(RL + "replay = 1\n"))
-    assert problem.startswith("rl: rollout.replay=1 with max_staleness=0")
+@cases("""
+lines                             | rule
+group_reward = "rewards.py:rank"  | rl: rollout.group_reward beside rollout.reward
+environment = "a:b"; agent = "b"  | rl: rollout.generate, rollout.environment and rollout.agent each make the
+tools = ["a.py:add"]; agent = "b" | rl: rollout.tools are of a conversation that this run leads
+replay = 1                        | rl: rollout.replay=1 with max_staleness=0
+""")
+def test_settings_of_the_rollouts_that_cannot_work_together_are_refused(write, lines, rule):
+    """Samples are scored one by one or by group, one thing makes the trajectories, and groups train again
+    only where samples may be old.
+    """
+    (problem,) = problems_of(write(RL + lines.replace(";", "\n")))
+    assert problem.startswith(rule)
 
 
 # --- what is wrong ------------------------------------------------------------------------------------------
@@ -300,11 +298,18 @@ def test_the_page_of_settings_is_what_the_schema_says():
 # --- paths --------------------------------------------------------------------------------------------------
 
 
-def test_paths_in_the_file_are_relative_to_the_file(write, tmp_path, monkeypatch):
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch) -> Path:
+    """The working directory, which is not the file's."""
+    path = tmp_path / "elsewhere"
+    path.mkdir()
+    monkeypatch.chdir(path)
+    return path
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_paths_in_the_file_are_relative_to_the_file(write, tmp_path):
     (tmp_path / "model").mkdir()
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
     text = (
         'model = { name = "model" }\n'
         + RL.replace("rewards.py", "../rewards.py")
@@ -337,12 +342,10 @@ def test_a_name_is_a_path_if_it_says_so_or_is_there(write, tmp_path, name, path)
         assert config.rl.data[0].dataset == found
 
 
-def test_paths_in_flags_are_relative_to_the_working_directory(write, tmp_path, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
+def test_paths_in_flags_are_relative_to_the_working_directory(write, elsewhere):
     config = load_config(write(RL), ["--rl.data.path", "here.jsonl", "--rl.rollout.reward", "r.py:f"])
-    assert config.rl.data[0].path == str(tmp_path / "elsewhere" / "here.jsonl")
-    assert config.rl.rollout.reward == f"{tmp_path / 'elsewhere' / 'r.py'}:f"
+    assert config.rl.data[0].path == str(elsewhere / "here.jsonl")
+    assert config.rl.rollout.reward == f"{elsewhere / 'r.py'}:f"
 
 
 # --- out and back -------------------------------------------------------------------------------------------
@@ -375,31 +378,26 @@ def test_a_dumped_config_loads_back_equal(write, tmp_path):
 
 FREE = "--rl.steps 9 --output.keep_checkpoints 2 --name other --model.device cpu --distributed.ranks 2"
 FASTER = "--engine.max_rows 4 --model.threads 1 --rl.micro_batch_tokens 99"
-OTHERS = """
---seed 1
---rl.optim.max_grad_norm none
---rl.kl_coef 0.5
---rl.data.size 3
---rl.loss_params.x 3
---rl.data.path other.jsonl
---rl.changes.loss ppo_clip
-"""
 
 
-@pytest.mark.parametrize(
-    ("text", "flags", "same"),
-    [
-        ("", FREE, True),
-        ("", "--seed 0 --sft.optim.lr 1e-4 --rl.normalise_by tokens", True),  # the defaults
-        ("", FASTER, True),
-        ("deterministic = true\n", FREE, True),
-        ("deterministic = true\n", FASTER, False),
-        *(("", flags, False) for flags in OTHERS.strip().splitlines()),
-    ],
-)
-def test_a_resumed_run_may_change_what_it_writes_but_not_what_it_computes(write, text, flags, same):
-    changes = "[[rl.changes]]\nfrom_step = 2\nclip_low = 0.3\n"
-    saved, now = (load_config(write(text + SFT + RL + changes), words) for words in ([], flags.split()))
+@cases(f"""
+text                 | flags                         | same | …
+                     | {FREE} | yes
+                     | --seed 0 --sft.optim.lr 1e-4 --rl.normalise_by tokens | yes | the defaults
+                     | {FASTER} | yes
+deterministic = true | {FREE} | yes
+deterministic = true | {FASTER} | no
+                     | --seed 1                      | no
+                     | --rl.optim.max_grad_norm none | no
+                     | --rl.kl_coef 0.5              | no
+                     | --rl.data.size 3              | no
+                     | --rl.loss_params.x 3          | no
+                     | --rl.data.path other.jsonl    | no
+                     | --rl.changes.loss ppo_clip    | no
+""")
+def test_a_resumed_run_may_change_what_it_writes_but_not_what_it_computes(write, text, flags, same: bool):
+    text += SFT + RL + "[[rl.changes]]\nfrom_step = 2\nclip_low = 0.3\n"
+    saved, now = (load_config(write(text), words) for words in ([], flags.split()))
     assert (training_digest(saved) == training_digest(now)) is same
     if same:
         check_same_run(saved, now)

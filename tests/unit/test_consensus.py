@@ -46,7 +46,7 @@ def test_a_label_that_is_false_is_a_label_and_the_ratio_is_of_valid_answers_or_a
 def score(*answers: str, **rules: Any) -> SampleGroup:
     """A group of these answers, "" for none, with the reward of each."""
     samples = [Sample(id=f"s{at}", prompt="q", response=answer) for at, answer in enumerate(answers)]
-    reward: Any = make_consensus_reward(lambda sample: sample.response or None, **rules)
+    reward = make_consensus_reward(lambda sample: sample.response or None, **rules)
     results = check_group_rewards(reward(samples), len(samples), "consensus")
     scored = [apply_reward(sample, result) for sample, result in zip(samples, results, strict=True)]
     return SampleGroup(0, "row-0", tuple(scored))

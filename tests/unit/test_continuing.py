@@ -59,7 +59,7 @@ async def test_a_weight_update_that_aborts_does_not_reach_the_trajectory(autojum
     """Three tokens of 1 s, 5 s of a tool, three tokens; the abort comes after the first of the last three."""
     run = start(play := Play(5.0, 5.0))
 
-    async def update() -> None:
+    async def update():
         await trio.sleep(9.5)
         await run.engine.pause("abort")
         run.advance(1)
@@ -122,7 +122,7 @@ async def test_a_snapshot_has_what_running_trajectories_noted(autojump_clock):
 
 
 async def test_an_answer_that_is_aborted_at_its_last_token_is_whole():
-    plan: Any = make_run().manager._plan
+    plan = make_run().manager._plan
     engine = ScriptedEngine(lambda request: ScriptedReply("ab", finish="abort"))
     member = Member(Sample(id=FIRST, prompt="p"))
     call = ContinuingEngine(plan._replace(engine=engine), member)

@@ -106,12 +106,11 @@ def write(root: Path, update: UpdateRecord) -> list[dict[str, Any]]:
     ]
 
 
-def test_what_was_written_is_read_back_column_by_column(tmp_path: Path):
+def test_what_was_written_is_read_back_column_by_column(tmp_path):
     update, more = make_update(), floats([0, -0.5, -0.25], [0, -4.0])
     names = ("old_log_probs", "ref_log_probs", "old_values", "returns")
     batch = dataclasses.replace(update.batch, **dict.fromkeys(names, more))
     rows, traced = write(tmp_path, update._replace(batch=batch)), update.forward.per_token
-    assert traced is not None
     columns = {"tokens": batch.tokens, "mask": batch.loss_masks, "version": batch.weight_versions}
     columns |= {"mu": batch.rollout_log_probs, "log_prob": traced.log_probs, "slope": traced.slopes}
     columns |= {"weight": traced.weights, "advantage": batch.advantages}
@@ -127,7 +126,7 @@ def test_what_was_written_is_read_back_column_by_column(tmp_path: Path):
 
 
 @cases("at: 0 13 40 -1")
-def test_a_bit_that_flipped_is_found_wherever_it_is(tmp_path: Path, at: int):
+def test_a_bit_that_flipped_is_found_wherever_it_is(tmp_path, at: int):
     run_dir = RunDir(tmp_path)
     row = write(tmp_path, make_update())[1]
     path = run_dir.tokens / row["shard"]
@@ -151,9 +150,7 @@ shard = "../config.toml" | no name of one
 shard = "/etc/passwd" | no name of one
 shard = "rl-1-000000.bin/../../x" | no name of one
 """)
-def test_a_row_whose_arrays_are_cut_removed_or_elsewhere_is_refused(
-    tmp_path: Path, changes: dict, match: str
-):
+def test_a_row_whose_arrays_are_cut_removed_or_elsewhere_is_refused(tmp_path, changes: dict, match: str):
     run_dir = RunDir(tmp_path)
     row = write(tmp_path, make_update())[1]
     path = run_dir.tokens / row["shard"]
@@ -169,12 +166,12 @@ def made_of(*blocks: bytes) -> Any:
 
 
 @pytest.fixture
-def made_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def made_blocks(monkeypatch) -> None:
     monkeypatch.setattr(token_shards, "encode_blocks", lambda update: update.blocks)
 
 
 @pytest.mark.usefixtures("made_blocks")
-def test_the_newest_shards_stay_within_the_limit_and_the_oldest_go(tmp_path: Path):
+def test_the_newest_shards_stay_within_the_limit_and_the_oldest_go(tmp_path):
     run_dir = RunDir(tmp_path)
     shards = TokenShards(run_dir, attempt=1, limit_bytes=8000)  # of 1000 bytes each
     block = b"x" * 300
@@ -191,13 +188,13 @@ def test_the_newest_shards_stay_within_the_limit_and_the_oldest_go(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("made_blocks")
-def test_what_a_disk_refuses_leaves_the_shard_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_disk_refuses_leaves_the_shard_as_it_was(tmp_path, monkeypatch):
     run_dir = RunDir(tmp_path)
     shards = TokenShards(run_dir, attempt=1, limit_bytes=1 << 20)
     shards.write("rl", made_of(b"a" * 100))
     real = os.write
 
-    def full(file: int, data: Any) -> int:
+    def full(file: int, data) -> int:
         if len(data) < 50:
             raise OSError(28, "No space left on device")
         return real(file, data[:60])

@@ -73,7 +73,7 @@ def test_a_hang_ends_only_by_a_signal():
     assert child.communicate(timeout=60)[0] == ""
 
 
-def test_what_is_reached_can_be_listed(tmp_path: Path):
+def test_what_is_reached_can_be_listed(tmp_path):
     arm_crash_points({"ROLLOUTS_LIST_POINTS": str(tmp_path / "list")})
     reach(POINT)
     reach("sync.begin")

@@ -50,7 +50,7 @@ def prompts(rows: list[dict[str, Any]]) -> list[Any]:
 # --- files --------------------------------------------------------------------------------------------------
 
 
-def test_a_pattern_means_its_files_in_the_order_of_their_names(tmp_path: Path):
+def test_a_pattern_means_its_files_in_the_order_of_their_names(tmp_path):
     write_jsonl(tmp_path / "part-b.jsonl", {"prompt": "3"})
     (tmp_path / "part-a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "1"}\n{"prompt": "2"}\n'))
     (tmp_path / "part-dir.jsonl").mkdir()
@@ -60,7 +60,7 @@ def test_a_pattern_means_its_files_in_the_order_of_their_names(tmp_path: Path):
     assert prompts(load(path=tmp_path / "**/part-*", size=2)) == ["1", "2"]
 
 
-def test_only_a_newline_ends_a_line_and_blank_lines_are_no_rows(tmp_path: Path):
+def test_only_a_newline_ends_a_line_and_blank_lines_are_no_rows(tmp_path):
     separators = "one\u2028two\u0085three\x0cfour"
     line = json.dumps({"prompt": separators}, ensure_ascii=False).encode()
     path = write_jsonl(tmp_path / "rows.jsonl", b"\xef\xbb\xbf" + line + b"\n\n  \r\n", {"prompt": "b"})
@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_read_to_its_end_is_refused(tmp_path, monkeypatch,
     assert message.startswith(f"rl.data.path={path!r}") and problem in message
 
 
-def test_a_system_prompt_goes_before_every_prompt_that_has_none(tmp_path: Path):
+def test_a_system_prompt_goes_before_every_prompt_that_has_none(tmp_path):
     own, brief = ({"role": "system", "content": text} for text in ("own", "be brief"))
     asked, answered = turns("q"), turns("q", "a")
     rows = {"prompt": "q"}, {"prompt": [own, *asked]}, {"messages": answered}
@@ -95,7 +95,7 @@ def test_a_system_prompt_goes_before_every_prompt_that_has_none(tmp_path: Path):
 # --- columns ------------------------------------------------------------------------------------------------
 
 
-def test_a_renamed_field_loses_its_old_name_and_an_empty_name_leaves_one_out(tmp_path: Path):
+def test_a_renamed_field_loses_its_old_name_and_an_empty_name_leaves_one_out(tmp_path):
     path = write_jsonl(
         tmp_path / "rows.jsonl", {"question": "q", "prompt": "never asked", "a.b": 1, "junk": 2}
     )
@@ -126,10 +126,10 @@ def write_parquet(path: Path, table: Any) -> Path:
     return path
 
 
-def test_parquet_rows_are_the_rows_of_jsonl_and_their_values_become_json(tmp_path: Path):
+def test_parquet_rows_are_the_rows_of_jsonl_and_their_values_become_json(tmp_path):
     write_parquet(tmp_path / "a.parquet", QUESTIONS[:3])
     write_parquet(tmp_path / "b.parquet", QUESTIONS[3:])
-    settings: dict[str, Any] = {"columns": COLUMNS, "system_prompt": "be brief"}
+    settings = {"columns": COLUMNS, "system_prompt": "be brief"}
     by_line = load(path=write_jsonl(tmp_path / "rows.jsonl", *QUESTIONS), **settings)
     settings |= {"kind": "parquet", "path": tmp_path / "*.parquet"}
     assert load(**settings) == by_line
@@ -161,17 +161,17 @@ def test_a_parquet_value_that_python_cannot_hold_spoils_its_own_row_alone(tmp_pa
 
 
 @pytest.fixture
-def hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def hf(tmp_path, monkeypatch) -> Any:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return datasets
 
 
-def test_what_save_to_disk_wrote_is_read_by_split(tmp_path: Path, hf: Any):
+def test_what_save_to_disk_wrote_is_read_by_split(tmp_path, hf):
     parts = {"train": QUESTIONS[:3], "test": QUESTIONS[3:]}
     saved = hf.DatasetDict({name: hf.Dataset.from_list(part) for name, part in parts.items()})
     saved.save_to_disk(tmp_path / "saved")
-    source: dict[str, Any] = {"kind": "hf", "dataset": tmp_path / "saved", "columns": COLUMNS}
+    source = {"kind": "hf", "dataset": tmp_path / "saved", "columns": COLUMNS}
     assert prompts(load(**source)) == ["q 0", "q 1", "q 2"]
     assert prompts(load(**source, split="test", size=1)) == ["q 3"]
     assert "it has no split tests; it has train, test; did you mean test?" in message_of(
@@ -179,18 +179,18 @@ def test_what_save_to_disk_wrote_is_read_by_split(tmp_path: Path, hf: Any):
     )
 
 
-def test_a_directory_of_data_files_is_read(tmp_path: Path, hf: Any):
+def test_a_directory_of_data_files_is_read(tmp_path, hf):
     before = set(threading.enumerate())
     (tmp_path / "folder").mkdir()
     write_jsonl(tmp_path / "folder/train.jsonl", *QUESTIONS)
     write_jsonl(tmp_path / "folder/test.jsonl", QUESTIONS[0])
-    source: dict[str, Any] = {"kind": "hf", "dataset": tmp_path / "folder", "columns": COLUMNS, "size": 3}
+    source = {"kind": "hf", "dataset": tmp_path / "folder", "columns": COLUMNS, "size": 3}
     assert prompts(load(**source)) == ["q 0", "q 1", "q 2"]
     assert "plit" in message_of(**source, split="tran")
     assert set(threading.enumerate()) <= before  # no event loop and no progress monitor was left running
 
 
-def test_formats_that_may_unpickle_are_refused_unread(tmp_path: Path, hf: Any):
+def test_formats_that_may_unpickle_are_refused_unread(tmp_path, hf):
     (tmp_path / "rows.csv").write_text("prompt,answer\nq,1\n")
     assert load(kind="hf", dataset=tmp_path / "rows.csv") == [{"prompt": "q", "answer": 1}]
     pickle = write_jsonl(tmp_path / "rows.pkl", b"cos\nsystem\n(S'false'\ntR.")
@@ -256,10 +256,10 @@ def breaks(size, seed):
 """
 
 
-def test_a_function_may_give_a_generator_without_end_or_a_dataset(tmp_path: Path):
+def test_a_function_may_give_a_generator_without_end_or_a_dataset(tmp_path):
     (tmp_path / "makers.py").write_text(MAKERS)
 
-    def make(function: str, **changes: Any) -> dict[str, Any]:
+    def make(function: str, **changes) -> dict[str, Any]:
         return {"kind": "python", "function": f"{tmp_path}/makers.py:{function}", "size": 3, **changes}
 
     assert prompts(load(**make("forever", seed=7, params={"start": 2}))) == ["7: 2", "7: 3", "7: 4"]
@@ -293,7 +293,7 @@ def turns(*contents: str) -> list[dict[str, str]]:
 
 
 def test_the_same_question_has_one_key_however_it_is_written():
-    forms: list[dict[str, Any]] = [
+    forms = [
         {"prompt": "What is 3+4?"},
         {"prompt": "  what is\n3+4? "},
         {"prompt": [{"role": "system", "content": "be brief"}, *turns("What is 3+4?")]},
@@ -312,7 +312,7 @@ def test_the_same_question_has_one_key_however_it_is_written():
         ("d", [0, 1, 2, 3]),  # asked alone, it is another question
     ],
 )
-def test_rows_that_train_on_a_held_out_prompt_leave(held_out: Any, kept: list[int]):
+def test_rows_that_train_on_a_held_out_prompt_leave(held_out, kept: list[int]):
     rows = [
         {"prompt": "a", "answer": "1"},
         {"prompt": "b"},

@@ -3,6 +3,7 @@ should.
 """
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from rollouts.device_thread import open_device_thread
 from rollouts.errors import BackendClosed, StepInterrupted
 
 SOON = 10  # seconds; a test that takes longer hangs
+open_device = partial(open_device_thread, name="device")
 
 
 class Gate:
@@ -37,8 +39,8 @@ def fail(text: str) -> None:
 
 
 async def test_jobs_run_in_submission_order_on_one_thread_that_is_not_trios():
-    order: list[tuple[int, int]] = []
-    async with open_device_thread(name="device") as device:
+    order = []
+    async with open_device() as device:
         futures = [
             device.submit(lambda n=n: order.append((n, threading.get_ident())) or n * n) for n in range(20)
         ]
@@ -49,7 +51,7 @@ async def test_jobs_run_in_submission_order_on_one_thread_that_is_not_trios():
 
 
 async def test_a_failure_reaches_every_waiter_and_is_then_not_raised_again_on_leaving():
-    async with open_device_thread(name="device") as device:
+    async with open_device() as device:
         future = device.submit(lambda: fail("bad"))
         for _ in range(3):
             with pytest.raises(ValueError, match="bad") as caught:
@@ -65,7 +67,7 @@ async def test_a_failure_reaches_every_waiter_and_is_then_not_raised_again_on_le
 
 async def test_cancelling_a_waiter_does_not_cancel_the_job():
     gate = Gate()
-    async with open_device_thread(name="device") as device:
+    async with open_device() as device:
         future = device.submit(gate)
         await gate.wait_started()
         with trio.move_on_after(0) as scope:
@@ -77,7 +79,7 @@ async def test_cancelling_a_waiter_does_not_cancel_the_job():
 
 async def test_several_unheard_failures_are_raised_as_a_group():
     with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
-        async with open_device_thread(name="device") as device:
+        async with open_device() as device:
             device.submit(lambda: fail("one"))
             device.submit(lambda: fail("two"))
     assert [str(error) for error in caught.value.exceptions] == ["one", "two"]
@@ -85,10 +87,10 @@ async def test_several_unheard_failures_are_raised_as_a_group():
 
 async def test_leaving_by_an_exception_waits_for_the_running_job_and_drops_the_rest():
     gate = Gate()
-    ran: list[int] = []
+    ran = []
     futures = []
     with pytest.raises(KeyError):  # noqa: PT012
-        async with open_device_thread(name="device") as device:
+        async with open_device() as device:
             futures.append(device.submit(gate))
             futures.append(device.submit(lambda: ran.append(1)))
             await gate.wait_started()
@@ -104,13 +106,13 @@ async def test_leaving_by_an_exception_waits_for_the_running_job_and_drops_the_r
 async def test_a_long_job_learns_between_two_pieces_of_work_that_it_should_stop():
     gate = Gate()
 
-    def long_job() -> None:
+    def long_job():
         device.check_open()
         gate()
         device.check_open()
 
     with pytest.raises(KeyError):  # noqa: PT012
-        async with open_device_thread(name="device") as device:
+        async with open_device() as device:
             future = device.submit(long_job)
             await gate.wait_started()
             trio.lowlevel.current_trio_token().run_sync_soon(gate.let_go.set)
@@ -120,7 +122,7 @@ async def test_a_long_job_learns_between_two_pieces_of_work_that_it_should_stop(
 
 
 async def test_submitting_after_the_end_or_from_another_thread_is_refused():
-    async with open_device_thread(name="device") as device:
+    async with open_device() as device:
         with pytest.raises(BackendClosed, match="trio's thread only"):
             await trio.to_thread.run_sync(device.submit, lambda: None)
         inside = device.submit(lambda: device.submit(lambda: None))
@@ -146,7 +148,7 @@ async def test_an_interrupt_ends_the_running_job_at_its_next_boundary_and_those_
                 gate()
         return name
 
-    async with open_device_thread(name="device") as device:
+    async with open_device() as device:
         running, queued = device.submit(lambda: pieces("running")), device.submit(lambda: pieces("queued"))
         whole = device.submit(lambda: "has no boundary")
         await gate.wait_started()
@@ -161,7 +163,7 @@ async def test_an_interrupt_ends_the_running_job_at_its_next_boundary_and_those_
 
 
 async def test_an_interrupted_job_that_nobody_awaits_is_no_failure():
-    async with open_device_thread(name="device") as device:
+    async with open_device() as device:
         gate = Gate()
         device.submit(gate)
         device.submit(device.check_open)

@@ -45,7 +45,7 @@ cuda | no  | 2 | 13.0 | ranks=3 with model\.device=.*finds 2; use at most 2, .*m
 auto | no  | 2 | 13.0 | ranks=3 with model\.device=.*finds 2; use at most 2, .*model\.device='cpu'
 """)
 def test_a_gpu_is_taken_where_there_is_one_or_refused_with_the_reason_and_the_way_out(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, deterministic: bool, gpus: int, cuda: str, outcome: str
+    monkeypatch, wanted: str, deterministic: bool, gpus: int, cuda: str, outcome: str
 ):
     have_gpus(monkeypatch, gpus)
     monkeypatch.setattr(torch.version, "cuda", cuda or None)
@@ -63,7 +63,7 @@ def test_equal_bits_on_a_gpu_are_not_promised():
     RunConfig(deterministic=True, model=ModelConfig(device="cpu"))
 
 
-def test_auto_computes_in_bfloat16_only_on_a_gpu_that_multiplies_it(monkeypatch: pytest.MonkeyPatch):
+def test_auto_computes_in_bfloat16_only_on_a_gpu_that_multiplies_it(monkeypatch):
     """One that emulates it is slower than in float32."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     assert choose_autocast_dtype("auto", "cuda:1") is None
@@ -87,14 +87,14 @@ NONE = r"rank 1 on \S+: model\.device='cuda', but torch finds no GPU"
     [([lambda: "cuda", lambda: "cpu"], UNLIKE), ([lambda: "cpu", choose_and_fail], NONE)],
 )
 async def test_ranks_that_cannot_compute_alike_refuse_with_the_same_words_before_there_is_a_process_group(
-    choices: list[Any], message: str, monkeypatch: pytest.MonkeyPatch
+    choices: list[Any], message: str, monkeypatch
 ):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-    said: list[str] = []
+    said = []
 
-    def meet(rank: int) -> None:
+    def meet(rank: int):
         launch = Launch(rank, 2, rank, 2, "127.0.0.1", 0)
         with pytest.raises(ConfigError) as caught:
             connect(launch, 0, choices[rank])
@@ -112,7 +112,7 @@ async def test_ranks_that_cannot_compute_alike_refuse_with_the_same_words_before
 # --- before a run -------------------------------------------------------------------------------------------
 
 
-def test_the_fullest_gpu_of_the_ranks_counts(monkeypatch: pytest.MonkeyPatch):
+def test_the_fullest_gpu_of_the_ranks_counts(monkeypatch):
     have_gpus(monkeypatch, 3, free=(5 << 30, 3 << 30, 1 << 30))
     assert read_free_gpu_memory("auto", local_ranks=2) == 3 << 30
     assert read_free_gpu_memory("cpu") is None

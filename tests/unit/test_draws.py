@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from rollouts.models.draws import DRAW_DTYPE, compute_uniforms, make_draw, sample_tokens
@@ -93,7 +92,7 @@ def test_greedy_takes_the_first_largest_and_reports_temperature_one():
     np.testing.assert_allclose(sampled.log_probs, expected.numpy(), atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@cases("bad: nan inf")
 def test_logits_that_are_not_finite_show_in_the_log_prob(bad: float):
     logits = torch.zeros(2, 30)
     logits[1, 3] = bad

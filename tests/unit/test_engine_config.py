@@ -15,7 +15,7 @@ from tests.support.text_tables import cases
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def elsewhere(tmp_path, monkeypatch) -> Path:
     """A working directory without any server's environment."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -60,7 +60,7 @@ float32  | auto    | null
          | auto    | null
 bfloat16 | float32 | "float32"
 """)
-def test_weights_are_written_as_the_servers_compute(tmp_path: Path, stored: str, setting: str, served: Any):
+def test_weights_are_written_as_the_servers_compute(tmp_path, stored: str, setting: str, served: Any):
     (tmp_path / "config.json").write_text(json.dumps({"dtype": stored} if stored else {}))
     assert find_served_dtype(EngineConfig(kind="vllm", args=["--dtype", setting]), tmp_path) == served
 

@@ -14,7 +14,7 @@ from rollouts.engines.environments import FILES, STAMP, install_cpu_environment,
 from rollouts.errors import ConfigError, EngineSetupError
 from tests.support.text_tables import cases
 
-BOTH = pytest.mark.parametrize("kind", ["vllm", "sglang"])
+BOTH = cases("kind: vllm sglang")
 PACKAGES = "lib/python3.11/site-packages"
 
 
@@ -49,7 +49,7 @@ class Recorder:
 
 
 @pytest.fixture
-def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def env(tmp_path, monkeypatch) -> Recorder:
     return Recorder(tmp_path / "env", monkeypatch)
 
 
@@ -97,9 +97,9 @@ def test_the_command_installs_where_it_is_told(
     words: str,
     into: str,
     env: Recorder,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch,
+    tmp_path,
+    capsys,
 ):
     monkeypatch.chdir(tmp_path)
     env.into = Path(into)
@@ -107,7 +107,7 @@ def test_the_command_installs_where_it_is_told(
     assert (env.into / STAMP).exists() and f"{into} is complete" in capsys.readouterr().out
 
 
-def test_a_command_that_fails_is_shown_with_what_it_said_last(capsys: pytest.CaptureFixture[str]):
+def test_a_command_that_fails_is_shown_with_what_it_said_last(capsys):
     python = [sys.executable, "-I", "-S", "-c"]
     with pytest.raises(EngineSetupError, match=r"failed with exit code 3.*\nno such wheel$"):
         run_command(*python, "print('no such wheel'); raise SystemExit(3)")

@@ -66,7 +66,7 @@ async def check_not_started(command: EngineCommand, message: str, count: int = 1
 
 
 @cases("kind: vllm sglang")
-async def test_servers_are_waited_for_and_have_a_port_a_log_and_a_secret_key_each(tmp_path: Path, kind: Kind):
+async def test_servers_are_waited_for_and_have_a_port_a_log_and_a_secret_key_each(tmp_path, kind: Kind):
     command = fake_command(tmp_path, kind, not_ready=2)
     async with open_engine_processes(command, count=2, log_dir=tmp_path / "logs") as processes:
         assert len({process.url for process in processes}) == 2
@@ -92,16 +92,14 @@ die | (?s)vllm-0 \(pid \d+\) ended with exit code 3; .*vllm-0\.log(?!.*line 20\n
 open | another server answers
 """)
 async def test_a_server_that_does_not_start_is_an_error_that_says_why_and_leaves_nothing(
-    tmp_path: Path, behaviour: str, message: str
+    tmp_path, behaviour: str, message: str
 ):
     """Of its log 20 lines are shown: 19 of the 40 that it counted, and the error."""
     command = fake_command(tmp_path, **{behaviour: 3})
     await check_not_started(command, message)
 
 
-async def test_a_server_that_is_never_ready_is_an_error_after_start_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_server_that_is_never_ready_is_an_error_after_start_s(tmp_path, monkeypatch):
     async def ask_once_it_runs(*_: str) -> str:
         await wait_said_hello(tmp_path)
         return "starting"
@@ -112,7 +110,7 @@ async def test_a_server_that_is_never_ready_is_an_error_after_start_s(
     await check_not_started(command, r"(?s)not ready after 0\.1 s.*fake server says hello")
 
 
-async def test_a_failing_server_stops_the_others(tmp_path: Path):
+async def test_a_failing_server_stops_the_others(tmp_path):
     """One of two runs, but is never ready; the other fails as soon as the first runs."""
     command = fake_command(tmp_path, never=True, strays=True)
     script = command.python.read_text()
@@ -123,14 +121,14 @@ async def test_a_failing_server_stops_the_others(tmp_path: Path):
     await check_not_started(command, "exit code 7", 2)
 
 
-async def test_a_program_that_cannot_be_run_is_named(tmp_path: Path):
+async def test_a_program_that_cannot_be_run_is_named(tmp_path):
     command = fake_command(tmp_path)
     command.python.write_text("#!/no/such/interpreter\n")
     with pytest.raises(EngineSetupError, match=r"did not start: .*python does not start"):
         await start_in_vain(command)
 
 
-async def test_a_cancelled_start_leaves_nothing(tmp_path: Path):
+async def test_a_cancelled_start_leaves_nothing(tmp_path):
     command = fake_command(tmp_path, never=True)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(start_in_vain, command)
@@ -139,7 +137,7 @@ async def test_a_cancelled_start_leaves_nothing(tmp_path: Path):
     assert_nothing_left(tmp_path)
 
 
-async def test_a_restart_keeps_port_and_key_and_one_that_fails_can_be_asked_for_again(tmp_path: Path):
+async def test_a_restart_keeps_port_and_key_and_one_that_fails_can_be_asked_for_again(tmp_path):
     command = fake_command(tmp_path, "sglang")
     async with open_engine_processes(command, count=1, log_dir=tmp_path) as (process,):
         url, key, pid = process.url, process.api_key, process.pid
@@ -162,25 +160,25 @@ async def test_a_restart_keeps_port_and_key_and_one_that_fails_can_be_asked_for_
 # --- command lines and environments -------------------------------------------------------------------------
 
 
-VLLM_WORDS = """/v/python -m vllm.entrypoints.openai.api_server --model /m --logprobs-mode processed_logprobs
+WORDS = {
+    "vllm": """/v/python -m vllm.entrypoints.openai.api_server --model /m --logprobs-mode processed_logprobs
 --enable-scale-out --host 127.0.0.1 --served-model-name policy --port 8101 --disable-uvicorn-access-log
---no-enable-chunked-prefill --enforce-eager --device cpu --seed 3"""
-# the user's --max_total_tokens takes the place of ours
-SGLANG_WORDS = """/v/python -m sglang.launch_server --model-path /m --host 127.0.0.1
+--no-enable-chunked-prefill --enforce-eager --device cpu --seed 3""",
+    # the user's --max_total_tokens takes the place of ours
+    "sglang": """/v/python -m sglang.launch_server --model-path /m --host 127.0.0.1
 --served-model-name policy --device cpu --sleep-on-idle --port 8101 --config k.yaml --log-level-http warning
---attention-backend torch_native --device=cpu --max_total_tokens=99"""
+--attention-backend torch_native --device=cpu --max_total_tokens=99""",
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "args", "words"),
-    [
-        ("vllm", "--device cpu --seed 3", VLLM_WORDS),
-        ("sglang", "--device=cpu --max_total_tokens=99", SGLANG_WORDS),
-    ],
-)
-def test_a_server_gets_what_training_needs_and_then_the_users_flags(kind: Kind, args: str, words: str):
+@cases("""
+kind   | args
+vllm   | --device cpu --seed 3
+sglang | --device=cpu --max_total_tokens=99
+""")
+def test_a_server_gets_what_training_needs_and_then_the_users_flags(kind: Kind, args: str):
     command = EngineCommand(kind, Path("/v/python"), Path("/m"), tuple(args.split()))
-    assert make_arguments(command, port=8101, key_file=Path("k.yaml")) == tuple(words.split())
+    assert make_arguments(command, port=8101, key_file=Path("k.yaml")) == tuple(WORDS[kind].split())
 
 
 @cases("""
@@ -196,7 +194,7 @@ sglang | --config x.yaml | --config x.yaml
 sglang | --model other | --model other
 sglang | --port 80 | --port 80
 """)
-def test_a_flag_that_contradicts_training_is_named(tmp_path: Path, kind: Kind, args: str, named: str):
+def test_a_flag_that_contradicts_training_is_named(tmp_path, kind: Kind, args: str, named: str):
     with pytest.raises(ConfigError, match=r"engine\.args") as raised:
         check_command(fake_command(tmp_path, kind, args))
     assert named in str(raised.value)
@@ -206,14 +204,7 @@ def test_a_server_does_not_inherit_what_is_the_trainers():
     trainers = {"RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "PYTHONPATH": "/p"}
     inherited = trainers | {"HF_HUB_OFFLINE": "1", "PATH": "/bin", "OMP_NUM_THREADS": "9"}
     env = make_environment(EngineCommand("vllm", Path("/v/bin/python"), Path("m")), inherited, threads=2)
-    assert env == {
-        "HF_HUB_OFFLINE": "1",
-        "PATH": "/v/bin:/bin",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": "",
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "OMP_NUM_THREADS": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
+    wanted = """HF_HUB_OFFLINE=1 PATH=/v/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
+        VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_HOST_IP=127.0.0.1 OMP_NUM_THREADS=2
+        VLLM_CPU_OMP_THREADS_BIND=nobind"""
+    assert env == dict(word.split("=") for word in wanted.split())

@@ -1,8 +1,6 @@
 """Weight updates of vLLM and SGLang servers, by snapshots and in memory, over a fake of each."""
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,8 +36,13 @@ from tests.unit.server_engines import (
 )
 
 
+@pytest.fixture
+def snapshot(tmp_path):
+    return write_snapshot(tmp_path / "v7")
+
+
 @BOTH
-async def test_updates_keep_the_contract(dialect, tmp_path: Path, autojump_clock):
+async def test_updates_keep_the_contract(dialect, tmp_path, autojump_clock):
     first, second = (write_snapshot(tmp_path / str(value), value) for value in (1.0, 2.0))
     (tmp_path / "bad").mkdir()
     opened = partial(open_engine, dialect, context_length=4096)
@@ -50,17 +53,14 @@ async def test_updates_keep_the_contract(dialect, tmp_path: Path, autojump_clock
 
 @BOTH
 @pytest.mark.parametrize("phase", [phase for phase in UPDATE_PHASES if phase != "probe"])
-async def test_a_phase_of_an_update_fails_and_the_next_update_works(
-    dialect, phase, tmp_path: Path, autojump_clock
-):
-    path = write_snapshot(tmp_path / "v7")
+async def test_a_phase_of_an_update_fails_and_the_next_update_works(dialect, phase, snapshot, autojump_clock):
     async with open_both(dialect) as (server, engine):
         strike(server, UpdateFails(phase), update=True)
         with pytest.raises(EngineError):
-            await update(engine, path, 7)
+            await update(engine, snapshot, 7)
         if phase in ("load", "set_version"):
             assert await engine.weight_version() == -1, "what may be in pieces bears no version"
-        await update(engine, path, 8)
+        await update(engine, snapshot, 8)
         assert await engine.weight_version() == 8
 
 
@@ -70,44 +70,44 @@ vllm   | /is_paused /weight_info /pause /resume /update_weight_version /reset_pr
 sglang | /model_info /pause_generation /continue_generation | /update_weights_from_disk
 """)
 async def test_one_503_fails_no_update_if_the_call_is_safe_to_repeat(
-    dialect, safe, once, tmp_path: Path, autojump_clock
+    dialect, safe, once, snapshot, autojump_clock
 ):
-    path, left = write_snapshot(tmp_path / "v7"), safe.split()
+    left = safe.split()
     async with open_both(dialect) as (server, engine):
         respond = server.respond
 
-        async def busy_at_first(target: str, *request: Any) -> Reply | None:
+        async def busy_at_first(target: str, *request) -> Reply | None:
             if (asked := target.partition("?")[0]) in left:
                 left.remove(asked)
                 return Reply(status=503)
             return await respond(target, *request)
 
         server.respond = busy_at_first
-        await update(engine, path, 7)
+        await update(engine, snapshot, 7)
         assert await engine.weight_version() == 7 and server.process.paused is None and not left
         left.append(once)
         with pytest.raises(EngineError, match=f"{once} gave 503"):
-            await update(engine, path, 8)
+            await update(engine, snapshot, 8)
         assert await engine.weight_version() == (-1 if dialect == "vllm" else 7)
 
 
-async def test_another_version_than_the_one_given_is_an_error(tmp_path: Path):
+async def test_another_version_than_the_one_given_is_an_error(snapshot):
     async with open_both("vllm") as (server, engine):
         strike(server, WrongVersion(), update=True)
         with pytest.raises(WeightVersionError, match="given version 7 and says 6"):
-            await update(engine, write_snapshot(tmp_path / "v7"), 7)
+            await update(engine, snapshot, 7)
 
 
-async def test_a_cache_that_is_not_reset_fails_the_update_and_leaves_no_version(tmp_path: Path):
+async def test_a_cache_that_is_not_reset_fails_the_update_and_leaves_no_version(snapshot):
     async with open_both("vllm") as (server, engine):
         server.overrides["/reset_prefix_cache"] = {"success": False}
         with pytest.raises(EngineError, match="prefix cache"):
-            await update(engine, write_snapshot(tmp_path / "v7"), 7)
+            await update(engine, snapshot, 7)
         assert await engine.weight_version() == -1
 
 
 @BOTH
-async def test_a_snapshot_of_another_model_is_not_sent(dialect, tmp_path: Path):
+async def test_a_snapshot_of_another_model_is_not_sent(dialect, tmp_path):
     base, other = write_snapshot(tmp_path / "base"), tmp_path / "other"
     other.mkdir()
     save_file({"another": np.zeros(3, np.float32)}, other / "model.safetensors")
@@ -127,13 +127,11 @@ async def test_a_snapshot_of_another_model_is_not_sent(dialect, tmp_path: Path):
         ("sglang", {"enable_watermark": True}, "--enable-watermark"),
     ],
 )
-async def test_a_server_that_came_back_with_other_settings_is_not_updated(
-    dialect, settings, named, tmp_path: Path
-):
+async def test_a_server_that_came_back_with_other_settings_is_not_updated(dialect, settings, named, snapshot):
     async with open_both(dialect) as (server, engine):
         server.settings = settings
         with pytest.raises(EngineSetupError, match=named):
-            await update(engine, write_snapshot(tmp_path / "v7"), 7)
+            await update(engine, snapshot, 7)
         assert server.process.loads == 0
 
 

@@ -4,7 +4,6 @@ begins with them.
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -50,19 +49,18 @@ async def train_to(backend: Any, version: int, *, seed: int) -> None:
     await backend.set_weight_version(version).result()
 
 
-async def test_an_engine_that_is_behind_is_saved_and_restored_bit_for_bit_with_its_version(tmp_path: Path):
+async def test_an_engine_that_is_behind_is_saved_and_restored_bit_for_bit_with_its_version(tmp_path):
     async with open_both() as (backend, engine):
         await train_to(backend, 1, seed=1)
         await make_sync()(backend, [engine], 1)
         served = await backend.get_weights()
         await train_to(backend, 2, seed=2)
         write = await hold_engine_weights(engine, 2)
-        assert write is not None
         await train_to(backend, 3, seed=3)
         await make_sync()(backend, [engine], 3)
         await write(tmp_path)  # a copy: the engine has moved on
     found = read_engine_weights(tmp_path)
-    assert found is not None and found[1] == 1
+    assert found[1] == 1
     assert_weights_equal(served, found[0])
     async with open_both() as (backend, engine):
         await train_to(backend, 2, seed=7)
@@ -73,7 +71,7 @@ async def test_an_engine_that_is_behind_is_saved_and_restored_bit_for_bit_with_i
 
 
 async def test_an_engine_that_has_the_trainers_weights_is_not_saved_and_is_updated_at_a_resume(
-    tmp_path: Path,
+    tmp_path,
 ):
     async with open_both() as (backend, engine):
         assert await hold_engine_weights(engine, 0) is None
@@ -93,7 +91,7 @@ async def test_an_engine_that_has_the_trainers_weights_is_not_saved_and_is_updat
     assert await hold_engine_weights(ScriptedEngine(), 5) is None, "a server keeps its own"
 
 
-def test_a_file_of_engine_weights_that_cannot_be_read_is_named(tmp_path: Path):
+def test_a_file_of_engine_weights_that_cannot_be_read_is_named(tmp_path):
     assert read_engine_weights(tmp_path) is None
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / ENGINE_FILE).write_bytes(b"12345678")

@@ -199,7 +199,7 @@ async def test_prompts_are_scored_token_by_token(scores: str, expected: Any):
         nullcontext() if expected else pytest.raises(ReplyError, match=r"3 tokens are scored|log-probs \[nan")
     ):
         found = (await parse("vllm", body, scored=True)).prompt_log_probs
-        assert found is not None and found.tolist() == expected
+        assert found.tolist() == expected
 
 
 async def send(kind: str, request: GenerateRequest) -> Any:
@@ -262,7 +262,7 @@ def test_a_status_says_who_is_at_fault(kind: type[EngineError], statuses: tuple[
 INDEX = "model.safetensors.index.json"
 
 
-def test_shapes_are_read_from_all_shards_of_the_index(tmp_path: Path):
+def test_shapes_are_read_from_all_shards_of_the_index(tmp_path):
     for name, shape in (("a", (2, 3)), ("b", ())):
         safetensors.numpy.save_file({name: np.zeros(shape, np.float32)}, tmp_path / name)
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "a", "b": "b"}}')
@@ -279,14 +279,14 @@ def test_shapes_are_read_from_all_shards_of_the_index(tmp_path: Path):
         ("pytorch_model.bin", b"pickle", "model.safetensors cannot be read"),
     ],
 )
-def test_damaged_snapshots_are_named(name: str, content: bytes, message: str, tmp_path: Path):
+def test_damaged_snapshots_are_named(name: str, content: bytes, message: str, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelError, match=message):
         read_tensor_shapes(tmp_path)
 
 
 @pytest.mark.parametrize("shapes", [{"w": (3,)}, {"w": (2,), "v": (1,)}, {}])
-def test_a_snapshot_of_another_model_is_named_but_for_tied_heads_and_rotary_frequencies(shapes: Any):
+def test_a_snapshot_of_another_model_is_named_but_for_tied_heads_and_rotary_frequencies(shapes):
     own, here = {"w": (2,)}, Path("here")
     tied = own | {"lm_head.weight": (4, 2), "layers.0.rotary_emb.inv_freq": (1,)}
     check_same_model(own, tied, path=here)

@@ -23,6 +23,7 @@ from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
 from rollouts.types import ChatMessage, GenerateRequest, RewardResult, Sample, SamplingParams, Status
 from tests.sim.fakes import RecordingBuffer
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
+from tests.support.text_tables import cases
 from tests.unit.manager_runs import ROWS
 
 SAMPLING = SamplingParams(max_new_tokens=40, stop_token_ids=(FAKE_END,), seed=1)
@@ -40,6 +41,11 @@ def read_turn(text: str) -> Mapping[str, Any]:
         "content": "" if calls else text,
         "tool_calls": [{"function": {"name": name, "arguments": {"x": x}}} for name, x in calls],
     }
+
+
+def read(token_ids: np.ndarray) -> str:
+    """The text without special tokens."""
+    return FakeTokenizer().decode(token_ids.tolist())
 
 
 def make_tool(name: str, call: Any) -> Tool:
@@ -123,12 +129,10 @@ async def play(*turns: str, **options: Any) -> Sample:
     return segment
 
 
-async def test_a_tool_answers_the_model_until_it_calls_no_more(autojump_clock: Any) -> None:
+async def test_a_tool_answers_the_model_until_it_calls_no_more(autojump_clock):
     sample = await play("slow(2)", "done", tools=TOOLS[:1])
-    text = bytes(t for t in sample.tokens.tolist() if t < 256).decode()
-    assert text == "user\nUse slow.assistant\nslow(2)user\nslept 2assistant\ndone"
-    trained = bytes(t for t in sample.tokens[sample.loss_mask].tolist() if t < 256).decode()
-    assert trained == "slow(2)done"
+    assert read(sample.tokens) == "user\nUse slow.assistant\nslow(2)user\nslept 2assistant\ndone"
+    assert read(sample.tokens[sample.loss_mask]) == "slow(2)done"
     assert sample.response == "done"
     assert sample.status is Status.COMPLETED
     assert sample.reward is None, "the config's reward function gives it"
@@ -138,7 +142,7 @@ async def test_a_tool_answers_the_model_until_it_calls_no_more(autojump_clock: A
     assert record["turns"][0]["calls"] == [{"name": "slow", "outcome": "ok", "time/call": 2.0}]
 
 
-async def test_calls_of_a_turn_run_side_by_side_and_answer_in_their_order(autojump_clock: Any) -> None:
+async def test_calls_of_a_turn_run_side_by_side_and_answer_in_their_order(autojump_clock):
     began = trio.current_time()
     prompt = Sample(id="x", prompt="Use slow and break.")
     engine = ScriptedEngine(script("slow(3)break(1)none(1)slow(1)", "done"))
@@ -153,7 +157,7 @@ async def test_calls_of_a_turn_run_side_by_side_and_answer_in_their_order(autoju
     assert outcomes == ["ok", "failed", "unknown", "ok"]
 
 
-async def test_a_turn_that_cannot_be_read_is_answered_in_words_and_counted(autojump_clock: Any) -> None:
+async def test_a_turn_that_cannot_be_read_is_answered_in_words_and_counted(autojump_clock):
     sample = await play("slow(2", "done", tools=TOOLS[:1])
     messages = sample.metadata["messages"]
     assert messages[1]["content"] == "slow(2"
@@ -161,8 +165,8 @@ async def test_a_turn_that_cannot_be_read_is_answered_in_words_and_counted(autoj
     assert sample.metadata[TRAJECTORY]["turns"][0]["calls"][0]["outcome"] == "unreadable"
 
 
-async def test_an_environment_rewards_turns_and_scores_the_end() -> None:
-    counts: Counter[str] = Counter()
+async def test_an_environment_rewards_turns_and_scores_the_end():
+    counts = Counter()
     sample = await play("a", "b", "end", world=open_games(counts), tools=())
     assert counts == {"opened": 1, "closed": 1}
     assert sample.reward == 2.5
@@ -178,48 +182,46 @@ async def test_an_environment_rewards_turns_and_scores_the_end() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("end", "turns", "settings", "words"),
-    [
-        ("turns", ("a",), {"max_turns": 3}, "aaa"),
-        ("tool_calls", ("slow(0)",), {"max_tool_calls": 2}, "slow(0)slow(0)slow(0)"),
-        ("turns", ("slow(0)",), {"max_turns": 2}, "slow(0)slow(0)"),
-        ("tokens", ("a",), {"max_trajectory_tokens": 60}, "aa"),
-        ("time", ("a", "slow(9)"), {"trajectory_timeout_s": 5.0}, "aslow(9)"),
-    ],
-)
+@cases("""
+end        | turns     | settings                   | words
+turns      | a         | max_turns = 3              | aaa
+tool_calls | slow(0)   | max_tool_calls = 2         | slow(0)slow(0)slow(0)
+turns      | slow(0)   | max_turns = 2              | slow(0)slow(0)
+tokens     | a         | max_trajectory_tokens = 60 | aa
+time       | a slow(9) | trajectory_timeout_s = 5.0 | aslow(9)
+""")
 async def test_each_limit_ends_a_trajectory_with_a_name_of_its_own(
-    end: Any, turns: Any, settings: Any, words: str, autojump_clock: Any
-) -> None:
-    counts: Counter[str] = Counter()
-    options = {"world": open_games(counts), "tools": TOOLS[:1], **settings}
-    sample = await play(*turns, **options)
+    end: str, turns: str, settings: dict, words: str, autojump_clock
+):
+    counts = Counter()
+    said, options = turns.split(), {"world": open_games(counts), "tools": TOOLS[:1], **settings}
+    sample = await play(*said, **options)
     assert sample.metadata[TRAJECTORY]["end"] == end
     assert sample.status is Status.TRUNCATED
-    assert bytes(t for t in sample.tokens[sample.loss_mask].tolist() if t < 256).decode() == words
+    assert read(sample.tokens[sample.loss_mask]) == words
     assert sample.metadata[TRAJECTORY]["trains"]
-    alone = await play(*turns, **options, at_limit={end: "reward"})
+    alone = await play(*said, **options, at_limit={end: "reward"})
     assert not alone.metadata[TRAJECTORY]["trains"]
     with pytest.raises(TrajectoryLeftOut, match=f"at_limit.{end} is 'drop'"):
-        await play(*turns, **options, at_limit={end: "drop"})
+        await play(*said, **options, at_limit={end: "drop"})
     assert counts["opened"] == counts["closed"] == 3
 
 
-async def test_an_answer_that_max_new_tokens_cut_ends_a_trajectory_without_an_environment() -> None:
+async def test_an_answer_that_max_new_tokens_cut_ends_a_trajectory_without_an_environment():
     sample = await play(39 * "a" + "slow(1)", tools=TOOLS[:1])
     assert sample.metadata[TRAJECTORY]["end"] == "tokens"
     assert sample.response_length == 40
 
 
-async def test_an_environment_that_fails_is_closed_and_named() -> None:
-    counts: Counter[str] = Counter()
+async def test_an_environment_that_fails_is_closed_and_named():
+    counts = Counter()
     with pytest.raises(EnvironmentFailed, match="it fell down"):
         await play("a", "fail", world=open_games(counts), tools=())
     assert counts == {"opened": 1, "closed": 1}
 
 
-async def test_a_cancelled_trajectory_closes_its_environment(autojump_clock: Any) -> None:
-    counts: Counter[str] = Counter()
+async def test_a_cancelled_trajectory_closes_its_environment(autojump_clock):
+    counts = Counter()
     with trio.move_on_after(2.5):
         await play("a", world=open_games(counts, delay_s=1.0), tools=())
     assert counts == {"opened": 1, "closed": 1}
@@ -261,7 +263,7 @@ def rolls(seed: int) -> Any:
         draw = np.random.default_rng([seed, *name.encode()])
         chosen = said[draw.integers(len(said))]
         if draw.random() < 0.02:
-            return ScriptedReply(error=None, finish="length", text=chosen)
+            return ScriptedReply(chosen, finish="length")
         return ScriptedReply(chosen[int(done or 0) :], float(draw.random() * 0.2))
 
     return answer
@@ -315,8 +317,8 @@ async def run_schedule(seed: int) -> Counter[str]:
     return counts
 
 
-def test_a_thousand_random_schedules_lose_no_prompt_and_leave_no_environment_open() -> None:
-    total: Counter[str] = Counter()
+def test_a_thousand_random_schedules_lose_no_prompt_and_leave_no_environment_open():
+    total = Counter()
     for seed in range(1000):
         total += trio.run(run_schedule, seed, clock=trio.testing.MockClock(autojump_threshold=0))
     assert total["trained"] > 2000, total

@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import trio
 from rollouts.errors import BackendClosed, BackendError, EarlierStepFailed, EngineError
 from rollouts.testing import engine_contracts, torch_contracts
 from rollouts.testing.engine_contracts import make_request
-from rollouts.testing.fakes import FakeBackend, ScriptedEngine, ScriptedReply, open_fake_backend
+from rollouts.testing.fakes import ScriptedEngine, ScriptedReply, open_fake_backend
 from rollouts.types import LossSpec, RolloutBatch
 from tests.support.fake_tokenizer import FAKE_END, FAKE_START, FakeTokenizer
 from tests.support.text_tables import cases
@@ -66,7 +65,7 @@ async def test_a_pause_falls_between_two_tokens(mode, tokens, ended_at: float, a
         assert trio.current_time() == pytest.approx(max(ended_at, 12), abs=0.5)
 
 
-async def test_weights_arrive_in_buckets_or_from_disk(tmp_path: Path):
+async def test_weights_arrive_in_buckets_or_from_disk(tmp_path):
     await engine_contracts.check_update_in_memory(open_engine, [("weight", None)])
     shared = partial(open_engine, shares_weights=True)
     await engine_contracts.check_update_in_memory(shared, [])
@@ -108,7 +107,7 @@ async def test_the_backends_revert_keeps_the_contract():
 
 
 async def test_steps_after_a_failed_one_fail_until_reset_and_an_unheard_failure_is_raised():
-    opened: list[FakeBackend] = []
+    opened = []
     failures = {0: BackendError("out of memory"), 4: BackendError("lost")}
     with pytest.raises(BackendError, match="lost"):  # noqa: PT012
         async with open_fake_backend(failures=failures) as backend:

@@ -1,7 +1,6 @@
 """The fleet in virtual time: who is asked, what failures and overloads lead to, the fleet as an engine."""
 
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 import trio
@@ -23,6 +22,7 @@ from rollouts.errors import (
 from rollouts.testing import engine_contracts
 from rollouts.testing.fakes import ScriptedEngine
 from rollouts.types import Completion, EngineLoad, GenerateRequest
+from tests.support.text_tables import cases
 from tests.unit.fleet_engines import (
     GARBAGE,
     NAMES,
@@ -39,14 +39,8 @@ from tests.unit.fleet_engines import (
 )
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        engine_contracts.check_bad_requests_are_refused,
-        engine_contracts.check_paused_engine_admits_nothing,
-    ],
-)
-async def test_a_fleet_keeps_the_contract_of_an_engine(check: Any, autojump_clock):
+@cases("check: check_bad_requests_are_refused check_paused_engine_admits_nothing")
+async def test_a_fleet_keeps_the_contract_of_an_engine(check, autojump_clock):
     @asynccontextmanager
     async def open_engine():
         async with open_fleet([Member(engine := ScriptedEngine())], warn=print) as fleet:
@@ -54,7 +48,7 @@ async def test_a_fleet_keeps_the_contract_of_an_engine(check: Any, autojump_cloc
             assert fleet.commit(engine, 0)
             yield fleet
 
-    await check(open_engine)
+    await getattr(engine_contracts, check)(open_engine)
 
 
 # --- routing -----------------------------------------------------------------------------------------------
@@ -62,7 +56,7 @@ async def test_a_fleet_keeps_the_contract_of_an_engine(check: Any, autojump_cloc
 
 async def test_a_group_stays_on_one_engine_until_that_is_much_busier(autojump_clock, monkeypatch):
     monkeypatch.setattr("rollouts.engines.fleet_members.AFFINITY_SLACK", 3)
-    a, b = FakeEngine("a"), FakeEngine("b")
+    a, b = map(FakeEngine, "ab")
     async with fleet_of(a, b) as fleet:
         await gather(fleet, *NAMES[:7], affinity="g")
         # r0 pins a; a takes r1..r3 while it is at most 3 ahead of b (which has none), then b, then a again,
@@ -77,7 +71,7 @@ async def test_a_trajectory_stays_where_its_last_turn_was_answered_until_that_is
 ):
     monkeypatch.setattr("rollouts.engines.fleet_members.TRAJECTORY_SLACK", 2)
     monkeypatch.setattr("rollouts.engines.fleet.TRAJECTORIES", 4)
-    a, b = FakeEngine("a"), FakeEngine("b")
+    a, b = map(FakeEngine, "ab")
     async with fleet_of(a, b) as fleet:
         fleet.close_admission(b)
         await gather(fleet, "w#0", "x#0", "y#0", "z#0")
@@ -95,7 +89,7 @@ async def test_a_trajectory_stays_where_its_last_turn_was_answered_until_that_is
 
 
 async def test_requests_go_to_whoever_has_fewest_and_queue_in_order(autojump_clock):
-    a, b = FakeEngine("a"), FakeEngine("b")
+    a, b = map(FakeEngine, "ab")
     async with fleet_of(a, b, max_concurrency=1) as fleet:
         await gather(fleet, *NAMES[:6])
     pairs = [sorted(pair) for pair in zip(a.asked, b.asked, strict=True)]
@@ -144,7 +138,7 @@ async def test_a_suspect_of_another_version_goes_stale_and_is_announced(autojump
 
 
 async def test_a_reply_of_weights_nobody_committed_is_never_delivered(autojump_clock):
-    a, b = FakeEngine("a"), FakeEngine("b")
+    a, b = map(FakeEngine, "ab")
     async with fleet_of(a, b) as fleet:
         for version in (4, -1):
             update(fleet, 3)
@@ -169,7 +163,7 @@ async def test_an_engine_that_fails_every_request_at_once_draws_no_others_and_di
 
 
 async def test_one_broken_moment_of_many_requests_is_one_failure(autojump_clock):
-    async def break_at_5(engine: FakeEngine, request: GenerateRequest) -> None:
+    async def break_at_5(engine: FakeEngine, request: GenerateRequest):
         if trio.current_time() < 5:
             await trio.sleep_until(5)
             raise UNREACHABLE
@@ -265,7 +259,7 @@ async def test_abort_all_does_not_wait_for_an_update(autojump_clock):
 async def test_leaving_the_fleet_ends_everyones_wait(autojump_clock):
     a = FakeEngine("a", hang)
 
-    async def ask_until_closed(name: str) -> None:
+    async def ask_until_closed(name: str):
         with pytest.raises(EngineClosed):
             await fleet.generate(ask(name))
 

@@ -1,6 +1,5 @@
 """Engines of a fleet die, are restarted and come back, and every request is answered once."""
 
-import math
 import random
 
 import numpy as np
@@ -11,6 +10,7 @@ import trio.testing
 from rollouts.engines.fleet_members import Member
 from rollouts.errors import EngineError, EngineUnreachable, FleetDown, InfrastructureError
 from rollouts.types import Completion, GenerateRequest
+from tests.support.text_tables import cases
 from tests.unit.fleet_engines import (
     GARBAGE,
     NAMES,
@@ -46,8 +46,8 @@ async def test_what_is_in_flight_on_a_process_that_dies_is_retried_at_once(autoj
         assert len(a.asked) == 4
 
 
-@pytest.mark.parametrize("start_s", [7, math.inf])
-async def test_an_update_waits_for_a_member_that_restarts(autojump_clock, start_s):
+@cases("start_s: 7 inf")
+async def test_an_update_waits_for_a_member_that_restarts(autojump_clock, start_s: float):
     a = FakeEngine("a", start_s=start_s)
     async with fleet_of(a, down_limit_s=50) as fleet:
         assert await fleet.wait_members_for_update() == (a,)
@@ -79,14 +79,14 @@ async def test_a_process_that_runs_but_answers_garbage_is_restarted_once(autojum
 async def test_a_request_under_which_engine_after_engine_dies_is_given_up(autojump_clock, monkeypatch):
     monkeypatch.setattr("rollouts.engines.fleet.MAX_ATTEMPTS", 3)
 
-    async def kill(engine: FakeEngine, request: GenerateRequest) -> None:
+    async def kill(engine: FakeEngine, request: GenerateRequest):
         engine.exited.set()
         await trio.sleep_forever()
 
     a = FakeEngine("a", kill, start_s=1)
     async with fleet_of(a) as fleet, trio.open_nursery() as nursery:
 
-        async def revive() -> None:
+        async def revive():
             async for _ in fleet.stale_members:
                 update(fleet, 0)
 
@@ -144,9 +144,9 @@ async def test_updates_that_fail_do_not_prolong_an_outage(autojump_clock):
         fleet.close_admission(a)
         await trio.sleep(5000)  # it served, and is updated: no outage
         fleet.fail(a, EngineError("silent load"))
-        ended: list[float] = []
+        ended = []
 
-        async def wait() -> None:
+        async def wait():
             with pytest.raises(FleetDown):
                 await fleet.generate(ask("r"))
             ended.append(trio.current_time())
@@ -197,7 +197,7 @@ async def test_ten_thousand_cancellations_leave_nothing(autojump_clock, monkeypa
     monkeypatch.setattr("rollouts.engines.fleet_members.IN_A_ROW", 10**9)
     draws = random.Random(3)
 
-    async def sometimes(engine: FakeEngine, request: GenerateRequest) -> None:
+    async def sometimes(engine: FakeEngine, request: GenerateRequest):
         await trio.sleep(draws.random())
         if draws.random() < 0.05:
             raise UNREACHABLE
@@ -206,7 +206,7 @@ async def test_ten_thousand_cancellations_leave_nothing(autojump_clock, monkeypa
     answered = 0
     async with fleet_of(*engines, max_concurrency=64) as fleet:
 
-        async def one(name: str) -> None:
+        async def one(name: str):
             nonlocal answered
             with trio.move_on_after(draws.random() * 4):
                 await fleet.generate(ask(name, affinity=name[-1]))

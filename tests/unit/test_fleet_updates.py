@@ -66,7 +66,7 @@ async def test_an_update_ends_a_check_under_way(autojump_clock):
 
 
 async def test_a_failed_update_discards_what_was_held_and_sends_it_elsewhere(autojump_clock):
-    a, b = FakeEngine("a"), FakeEngine("b")
+    a, b = map(FakeEngine, "ab")
     async with fleet_of(a, b) as fleet:
         async with asking(fleet, "r", "s"):
             for engine in (a, b):

@@ -69,6 +69,12 @@ def imports_of(module: str) -> list[Import]:
     return list(find_imports(ast.parse(MODULES[module].read_text())))
 
 
+@cache
+def find_pairs() -> list[tuple[str, str]]:
+    """Every module with each that it imports."""
+    return [(module, one.target) for module in MODULES for one in imports_of(module)]
+
+
 def room_of(module: str) -> str:
     """The part after `rollouts.`; empty for the package itself."""
     return module.partition(".")[2].partition(".")[0]
@@ -117,12 +123,11 @@ def test_no_file_imports_sideways_or_up():
         ours = target.startswith("rollouts.") and other in FLOORS and other != room
         return ours and FLOORS[other] >= FLOORS.get(room, 0) and {room, other} != {"cli", "__main__"}
 
-    found = [(module, one.target) for module in MODULES for one in imports_of(module)]
-    assert [pair for pair in found if is_above(*pair)] == []
+    assert [pair for pair in find_pairs() if is_above(*pair)] == []
 
 
 def test_no_two_files_import_each_other():
-    pairs = {(module, one.target) for module in MODULES for one in imports_of(module)}
+    pairs = set(find_pairs())
     assert {pair for pair in pairs if pair[0] != pair[1] and pair[::-1] in pairs} == set()
 
 
@@ -136,8 +141,7 @@ def test_pure_modules_never_load_trio():
 
 
 def test_asyncio_and_pickle_are_imported_nowhere():
-    found = [(module, one.target) for module in MODULES for one in imports_of(module)]
-    assert [pair for pair in found if is_in(pair[1], BANNED)] == []
+    assert [pair for pair in find_pairs() if is_in(pair[1], BANNED)] == []
 
 
 def test_light_modules_really_leave_torch_unloaded():
@@ -161,7 +165,7 @@ for name in {light!r}:
 
 
 def test_no_function_is_longer_than_60_lines_and_no_file_than_500():
-    long: dict[str, float] = {}
+    long = {}
     for folder in ("rollouts", "integration_training", "tests", "benchmarks"):
         for file in (ROOT / folder).rglob("*.py"):
             text = file.read_text("utf-8")

@@ -1,7 +1,5 @@
 """Advantages from a critic's values against numbers worked by hand and a slow sweep; KL in token rewards."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -16,16 +14,13 @@ from rollouts.advantages import (
     subtract_kl,
     whiten_advantages,
 )
-from rollouts.types import FloatArray, Sample, Status
+from rollouts.types import Sample, Status
+from tests.support.made_updates import floats
 from tests.support.text_tables import cases
 
 ALL = np.array([True, True, True])
 NAN, INF = float("nan"), float("inf")
 VALUES = [0.5, 0.6, 0.7]
-
-
-def f32(values: list[float]) -> FloatArray:
-    return np.asarray(values, np.float32)
 
 
 def slow_gae(rewards, values, mask, gamma, lam, bootstrap):
@@ -72,8 +67,8 @@ def test_a_truncated_row_may_go_on_with_what_the_critic_expected_of_it():
     """δ = (.6 − .5, .7 − .6, 1 + .7 − .7) and (…, 1 − .7); the advantages are their sums to the end."""
     statuses = Status.TRUNCATED, Status.COMPLETED
     inputs = AdvantageInputs(
-        rewards=np.ones(2), group_indices=np.zeros(2), values=(f32(VALUES),) * 2, loss_masks=(ALL,) * 2,
-        token_rewards=(f32([0, 0, 1]),) * 2,
+        rewards=np.ones(2), group_indices=np.zeros(2), values=floats(VALUES) * 2, loss_masks=(ALL,) * 2,
+        token_rewards=floats([0, 0, 1]) * 2,
         samples=tuple(Sample(id=status, prompt="p", status=status) for status in statuses),
     )  # fmt: skip
     found = ADVANTAGES["gae"](inputs, bootstrap_truncated=True, lam=1.0, whiten=False)
@@ -123,8 +118,8 @@ def test_gae_names_what_is_wrong(change: dict, wrong):
 
 # --- the KL term in the reward ------------------------------------------------------------------------------
 
-LOG_PROBS = [f32([NAN, -0.7, -0.9]), f32([NAN]), f32([-1.6, INF])]
-REFERENCES = [f32([NAN, -1.1, -0.6]), f32([0.0]), f32([-1.5, 0.0])]
+LOG_PROBS = floats([NAN, -0.7, -0.9], [NAN], [-1.6, INF])
+REFERENCES = floats([NAN, -1.1, -0.6], [0.0], [-1.5, 0.0])
 MASKS = [np.array([False, True, True]), np.array([False]), np.array([True, False])]
 
 
@@ -162,8 +157,8 @@ def with_critic(
     return AdvantageInputs(
         rewards=np.asarray([row[-1] for row in rewards]),
         group_indices=np.arange(len(rewards)),
-        token_rewards=tuple(f32(row) for row in rewards),
-        values=tuple(f32(row) for row in values),
+        token_rewards=floats(*rewards),
+        values=floats(*values),
         loss_masks=tuple(masks),
     )
 
@@ -176,7 +171,7 @@ def test_gae_by_its_name_gives_advantages_and_returns():
         ({"gamma": 0.99}, [0.9920258, 0.0157603, -1.0077861], [0.946828575, 0.97515, 1.0]),
         ({"lam": 0.5, "critic_lam": 1.0, "whiten": False}, [0.1 + 0.05 + 0.075, 0.1 + 0.15, 0.3], [1] * 3),
     ):
-        found: Any = compute_advantages(inputs, ADVANTAGES["gae"], **{"gamma": 1.0, "lam": 0.95} | params)
+        found = compute_advantages(inputs, ADVANTAGES["gae"], **{"gamma": 1.0, "lam": 0.95} | params)
         np.testing.assert_allclose(found.advantages[0], advantages, rtol=1e-4)
         np.testing.assert_allclose(found.returns[0], returns, rtol=1e-6)
 
@@ -187,6 +182,6 @@ def test_a_function_of_ones_own_may_answer_as_gae_does_and_is_checked():
     assert isinstance(found, GAEResult)
     assert [row.tolist() for row in (*found.advantages, *found.returns)] == [[0.5, 0.5], [0.0, 1.0]]
     with pytest.raises(ValueError, match="returns: answered for row 0"):
-        compute_advantages(inputs, lambda given: GAEResult(given.values, (f32([NAN, 1.0]),)))
+        compute_advantages(inputs, lambda given: GAEResult(given.values, floats([NAN, 1.0])))
     with pytest.raises(ValueError, match="GAEResult of numbers"):
         compute_advantages(inputs, lambda given: GAEResult(given.values, (1.0,)))

@@ -11,6 +11,7 @@ from rollouts.environments.adapters.game_rows import begin_game, compute_seed
 from rollouts.environments.adapters.gymnasium_games import open_gymnasium
 from rollouts.environments.adapters.reasoning_gym_games import open_reasoning_gym
 from rollouts.environments.protocol import Turn
+from tests.support.text_tables import cases
 
 ROW = {"prompt": "Reach G.", "prompt_id": "row-1", "epoch": 0}
 MOVES = ["left", "down", "right", "up"]  # of which index() raises ValueError
@@ -47,7 +48,7 @@ def test_the_samples_of_a_group_play_one_game_and_other_rows_another():
     assert compute_seed({**ROW, "epoch": 1}) != compute_seed(ROW) < 2**32
 
 
-@pytest.mark.parametrize("env_id", ["Taxi-v4", "CliffWalking-v1", "Blackjack-v1", "FrozenLake-v1"])
+@cases("env_id: Taxi-v4 CliffWalking-v1 Blackjack-v1 FrozenLake-v1")
 def test_a_stopped_game_goes_on_as_it_would_have(env_id: str):
     opened, said = open_toy(env_id), ["0", "1", "x", "9", "0"]
     stopped, resumed = opened(ROW), opened(ROW)
@@ -83,9 +84,9 @@ AGAIN = ("That is not right. Try again.", None, False, {})
     ],
 )
 def test_each_wrong_answer_takes_its_share_of_the_reward(
-    dataset: str, options: Any, said: list[str], reward: float
+    dataset: str, options, said: list[str], reward: float
 ):
-    entry: Any = create_dataset(dataset, size=1, seed=3)[0]
+    entry = create_dataset(dataset, size=1, seed=3)[0]
     row = json.loads(json.dumps({**entry, "prompt": entry["question"], "source_dataset": dataset}))
     game = open_reasoning_gym(**options)(row)
     *before, last = [say(game, text.format(**entry)) for text in said]

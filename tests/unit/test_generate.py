@@ -17,7 +17,7 @@ PENDING = Sample(id="g00000000-s000", prompt="hi", group_index=0, metadata={"ans
 
 
 async def generate(engine: ScriptedEngine, sample: Sample = PENDING, tokenizer: Any = None) -> Sample:
-    chat_generate: Any = make_chat_generate(tokenizer or FakeTokenizer())
+    chat_generate = make_chat_generate(tokenizer or FakeTokenizer())
     return await chat_generate(sample, engine, SAMPLING)
 
 
@@ -49,8 +49,8 @@ async def test_the_status_says_why_it_ended(text: str, finish: str, status: str,
 
 async def test_messages_are_a_conversation_text_is_one_user_turn_and_each_is_tokenized_once():
     engine, tokenizer, user = ScriptedEngine(), FakeTokenizer(), {"role": "user", "content": "hi"}
-    chat_generate: Any = make_chat_generate(tokenizer)
-    prompts: list[Any] = ["hi", (user,), ({"role": "system", "content": "be brief"}, user)]
+    chat_generate = make_chat_generate(tokenizer)
+    prompts = ["hi", (user,), ({"role": "system", "content": "be brief"}, user)]
     for prompt in prompts * 2:  # the samples of a prompt share one tokenisation
         await chat_generate(Sample(id="s", prompt=prompt), engine, SAMPLING)
     text, messages, with_system, *again = [
@@ -62,28 +62,34 @@ async def test_messages_are_a_conversation_text_is_one_user_turn_and_each_is_tok
     assert again == [text, messages, with_system] and len(tokenizer.encoded) == 3
 
 
-CALLING = (
-    {"role": "user", "content": "Oslo?"},
-    {
-        "role": "assistant",
-        "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}],
-    },
-    {"role": "tool", "content": "4 degrees", "tool_call_id": "1"},
-)
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALLING = """[{"role": "user", "content": "Oslo?"},
+{"role": "assistant", "tool_calls": [
+    {"id": "1", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]},
+{"role": "tool", "content": "4 degrees", "tool_call_id": "1"}]"""
+TOOL = '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}'
 
 
 async def test_tool_calls_of_the_prompt_and_tools_of_the_sample_reach_the_template():
     tokenizer = family_tokenizer("qwen2_5")
     engine = ScriptedEngine(vocab_size=len(tokenizer), context_length=2048)
-    sample = Sample(id="a", prompt=CALLING, metadata={"tools": [TOOL]})  # type: ignore[arg-type]
+    prompt, tools = tuple(json.loads(CALLING)), [json.loads(TOOL)]
+    sample = Sample(id="a", prompt=prompt, metadata={"tools": tools})
     await generate(engine, sample, tokenizer)
     text = str(tokenizer.decode(engine.requests[0].prompt_ids.tolist()))
-    assert f"<tools>\n{json.dumps(TOOL)}\n</tools>" in text
+    assert f"<tools>\n{TOOL}\n</tools>" in text
     assert text.endswith(
-        "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n"
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>\n'
-        "<|im_start|>user\n<tool_response>\n4 degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        """<|im_start|>user
+Oslo?<|im_end|>
+<|im_start|>assistant
+<tool_call>
+{"name": "weather", "arguments": {"city": "Oslo"}}
+</tool_call><|im_end|>
+<|im_start|>user
+<tool_response>
+4 degrees
+</tool_response><|im_end|>
+<|im_start|>assistant
+"""
     )
 
 

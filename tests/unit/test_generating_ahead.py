@@ -63,11 +63,17 @@ class OwnError(Exception):
     """Of the body."""
 
 
-@pytest.mark.parametrize("ends_by", ["cancellation", "error", "error in a call", "leaving"])
+@cases("""
+ends_by
+cancellation
+error
+error in a call
+leaving
+""")
 async def test_whatever_ends_the_block_no_prompt_is_lost(autojump_clock, ends_by: str):
     run = start(max_staleness=3)
 
-    async def fail() -> None:
+    async def fail():
         await trio.sleep(4.5)
         raise OwnError
 
@@ -178,7 +184,7 @@ async def test_an_answer_that_is_aborted_again_and_again_is_finished_if_each_tim
     run = start(script=say(text), num_prompts=1, sampling=dataclasses.replace(SAMPLING, max_new_tokens=20))
     aborts = 0
 
-    async def abort_now_and_then() -> None:
+    async def abort_now_and_then():
         nonlocal aborts
         while True:
             await trio.sleep(every_s)

@@ -98,9 +98,7 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 @cases("tied: yes no")
-def test_a_gguf_file_becomes_a_directory_with_the_same_weights_and_tokenizer(
-    tied: bool, tmp_path: Path, capfd
-):
+def test_a_gguf_file_becomes_a_directory_with_the_same_weights_and_tokenizer(tied: bool, tmp_path, capfd):
     tensors = write_gguf(tmp_path / "small.gguf", leave_out=("output",) if tied else ())
     tensors.setdefault("output", tensors["token_embd"])
     path = resolve_model(str(tmp_path / "small.gguf"), cache_dir=tmp_path / "cache")
@@ -119,9 +117,9 @@ def test_a_gguf_file_becomes_a_directory_with_the_same_weights_and_tokenizer(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_file_is_converted_once_and_again_when_it_was_replaced(tmp_path: Path):
+def test_a_file_is_converted_once_and_again_when_it_was_replaced(tmp_path):
     file, cache = tmp_path / "small.gguf", tmp_path / "cache"
-    found: list[tuple[Path, int]] = []
+    found = []
     for seed in (0, 0, 1):
         write_gguf(file, seed=seed)
         path = resolve_model(str(file), cache_dir=cache)
@@ -140,7 +138,7 @@ def test_a_file_is_converted_once_and_again_when_it_was_replaced(tmp_path: Path)
     ],
 )
 def test_a_file_that_is_none_or_not_whole_is_named_and_leaves_nothing_behind(
-    content: bytes | tuple[str, ...], part: float, message: str, tmp_path: Path
+    content: bytes | tuple[str, ...], part: float, message: str, tmp_path
 ):
     file, cache = tmp_path / "small.gguf", tmp_path / "cache"
     with pytest.raises(ModelError, match="is not a directory or file here"):
@@ -154,7 +152,7 @@ def test_a_file_that_is_none_or_not_whole_is_named_and_leaves_nothing_behind(
     assert [path for path in cache.glob("*") if path.suffix != ".lock"] == []
 
 
-def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
     write_gguf(tmp_path / "small.gguf")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
     with pytest.raises(ModelError, match="without gguf and accelerate: pip install gguf accelerate"):

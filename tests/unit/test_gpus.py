@@ -17,9 +17,7 @@ none | 0/memory_gib=1 0/utilization=0.1 1/memory_gib=3 1/utilization=0.8
 1,0  | 0/memory_gib=3 0/utilization=0.8 1/memory_gib=1 1/utilization=0.1
      |
 """)
-def test_gpus_are_numbered_as_cuda_visible_devices_lists_them(
-    monkeypatch: pytest.MonkeyPatch, visible: str, expected: str
-):
+def test_gpus_are_numbered_as_cuda_visible_devices_lists_them(monkeypatch, visible: str, expected: str):
     driver = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlDeviceGetCount=lambda: 2,
@@ -38,7 +36,7 @@ def test_gpus_are_numbered_as_cuda_visible_devices_lists_them(
 
 
 async def test_a_row_has_the_means_since_the_row_before_and_a_driver_that_hangs_holds_no_run_back(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     shares, looked = [0.2, 0.6, 0.4], trio.Event()
 

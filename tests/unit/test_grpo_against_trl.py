@@ -9,11 +9,11 @@ there, a preset of ours as an [rl] table here.
 
 import contextlib
 import json
-import types
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -115,7 +115,7 @@ class TrainedModel(Model):
 
 
 @pytest.fixture
-def trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def trl(monkeypatch) -> Iterator[Any]:
     """TRL's GRPO; a table has no gradient checkpointing to switch off. TRL makes tensors of the default
     dtype.
     """
@@ -127,7 +127,7 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(grpo_trainer, "gather_object", list)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    yield types.SimpleNamespace(trainer=grpo_trainer.GRPOTrainer, config=grpo_config.GRPOConfig)
+    yield SimpleNamespace(trainer=grpo_trainer.GRPOTrainer, config=grpo_config.GRPOConfig)
     torch.set_default_dtype(default)
 
 
@@ -147,7 +147,7 @@ def make_trainer(trl: Any, case: Case, folder: Path) -> Any:
         args=args,
         model=TrainedModel(OLD),
         ref_model=TrainedModel(REFERENCE),
-        accelerator=types.SimpleNamespace(
+        accelerator=SimpleNamespace(
             device="cpu",
             num_processes=1,
             is_main_process=False,  # so that timings are logged nowhere
@@ -158,7 +158,7 @@ def make_trainer(trl: Any, case: Case, folder: Path) -> Any:
             pad_across_processes=lambda value, **_: value,
             autocast=contextlib.nullcontext,
         ),
-        _tokenizer=types.SimpleNamespace(pad_token_id=0),
+        _tokenizer=SimpleNamespace(pad_token_id=0),
         eos_token_ids=[1],
         epsilon_low=args.epsilon,
         epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
@@ -210,9 +210,7 @@ def trl_loss(
 # --- with TRL -----------------------------------------------------------------------------------------------
 
 
-def test_trl_itself_computes_the_recorded_numbers_and_our_advantages_gradients_and_metrics(
-    trl: Any, tmp_path: Path
-):
+def test_trl_itself_computes_the_recorded_numbers_and_our_advantages_gradients_and_metrics(trl, tmp_path):
     for name, case in CASES.items():
         theirs, ours = POLICY.clone().requires_grad_(), POLICY.clone().requires_grad_()
         loss, advantages, metrics = trl_loss(trl, case, theirs, tmp_path)
@@ -242,15 +240,14 @@ def check_metrics(case: Case, theirs: dict[str, float], ours: dict[str, float], 
     assert {key: ours[key] for key in both} == pytest.approx(both, rel=1e-6), name  # they count in float32
 
 
-DEFAULTS = {
-    "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": None, "delta": None, "beta": 0.0,
-    "use_bias_correction_kl": True, "scale_rewards": "group", "importance_sampling_level": "token",
-    "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_min": None,
-    "vllm_importance_sampling_clip_max": 3.0,
-}  # fmt: skip
+DEFAULTS = json.loads("""{
+    "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": null, "delta": null, "beta": 0.0,
+    "use_bias_correction_kl": true, "scale_rewards": "group", "importance_sampling_level": "token",
+    "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "vllm_importance_sampling_correction": true,
+    "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_min": null,
+    "vllm_importance_sampling_clip_max": 3.0}""")
 
 
-def test_the_records_have_the_defaults_of_trl(trl: Any, tmp_path: Path):
+def test_the_records_have_the_defaults_of_trl(trl, tmp_path):
     args = make_trainer(trl, {"theirs": {}}, tmp_path).args
     assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS

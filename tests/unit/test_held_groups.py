@@ -1,6 +1,7 @@
 """What AsyncRolloutManager carries over from one batch to the next, into a checkpoint and out of it."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.unit.manager_runs import (
 )
 
 FIRST = "g00000000-s000"
+make_ahead = partial(make_run, over_sampling=2.0, max_staleness=1)  # two groups more than a batch has
 
 
 async def next_version(run: Run) -> list[int]:
@@ -37,14 +39,14 @@ async def next_version(run: Run) -> list[int]:
 
 async def test_groups_that_finish_first_win_when_staleness_is_allowed(autojump_clock):
     script = say("ok", lambda name: 100.0 - 20 * group_of(name))
-    run = make_run(script, over_sampling=2.0, max_staleness=1)
+    run = make_ahead(script)
     assert await run.take() == [2, 3]
     assert run.count("held/unfinished") == 2, "those that were slower go on in the next batch"
     assert run.upcoming(1) == STREAM[4:5]
 
 
 async def test_a_kept_group_too_many_is_held_for_the_next_batch():
-    run = make_run(over_sampling=2.0, max_staleness=1)  # all finish in the same moment
+    run = make_ahead()  # all finish in the same moment
     first = await run.take()
     assert run.count("held") == 2
     run.version[0] = 1
@@ -55,7 +57,7 @@ async def test_a_kept_group_too_many_is_held_for_the_next_batch():
 
 
 async def test_a_held_group_that_has_become_too_old_is_dropped_and_its_prompt_returned():
-    run = make_run(over_sampling=2.0, max_staleness=1)
+    run = make_ahead()
     dropped = {0, 1, 2, 3} - set(await run.take())
     run.advance(2, engine=1)
     assert not dropped & set(await run.take())
@@ -65,7 +67,7 @@ async def test_a_held_group_that_has_become_too_old_is_dropped_and_its_prompt_re
 
 
 async def test_held_groups_are_given_up_when_staleness_is_no_longer_allowed():
-    run = make_run(over_sampling=2.0, max_staleness=1)
+    run = make_ahead()
     await run.take()
     strict = make_run(state=run.save())
     assert await strict.take() == [4, 5]
@@ -109,8 +111,8 @@ async def test_an_unfinished_sample_goes_on_from_its_tokens_with_the_version_of_
 
 
 async def test_a_sample_whose_reward_was_being_computed_is_scored_once_in_the_next_batch(autojump_clock):
-    begun: list[str] = []
-    scored: list[str] = []
+    begun = []
+    scored = []
 
     async def reward(sample: Sample) -> float:
         begun.append(sample.id)
@@ -127,7 +129,7 @@ async def test_a_sample_whose_reward_was_being_computed_is_scored_once_in_the_ne
 
 
 async def test_a_generate_function_that_does_not_stop_is_cancelled_and_starts_again(autojump_clock):
-    async def generate(sample: Sample, engine: Any, sampling: Any) -> Sample:
+    async def generate(sample: Sample, engine, sampling) -> Sample:
         await trio.sleep(1000 if sample.id == FIRST else 1)
         return await chat_generate(sample, engine, sampling)
 
@@ -148,8 +150,8 @@ async def test_a_restarted_manager_continues_bit_for_bit(
 ):
     script = say("abcdef", lambda name: token_s * (3.0 if group_of(name) == 0 else 1.0))
     options = {"num_prompts": 2 - token_s, "over_sampling": 2.0, "max_staleness": max_staleness}
-    options["replay"] = max_staleness
-    options["filters"] = [] if max_staleness else [keep_groups(*range(0, 40, 2))]
+    filters = [] if max_staleness else [keep_groups(*range(0, 40, 2))]
+    options |= {"replay": max_staleness, "filters": filters}
     run = make_run(script, **options)
     await next_version(run)
     assert run.count("held/finished") >= finished
@@ -175,7 +177,7 @@ async def test_a_restarted_manager_continues_bit_for_bit(
 
 @cases("by_engine: no yes")
 async def test_in_deterministic_mode_replacements_are_launched_together(by_engine: bool, autojump_clock):
-    arrivals: dict[int, float] = {}
+    arrivals = {}
 
     def script(request: GenerateRequest) -> ScriptedReply:
         group = group_of(request.request_id)
@@ -191,7 +193,7 @@ async def test_in_deterministic_mode_replacements_are_launched_together(by_engin
 
 
 async def test_in_deterministic_mode_nothing_is_held():
-    run = make_run(over_sampling=2.0, max_staleness=1, deterministic=True)
+    run = make_ahead(deterministic=True)
     assert await run.take() == [0, 1]
     assert run.books() == {"drawn": 4, "trained": 2, "dropped/surplus": 2}
 

@@ -153,7 +153,7 @@ async def test_a_request_names_host_key_type_and_length():
 async def test_an_answer_cut_at_any_byte_is_an_error(raw: bytes, end: str):
     cut = 0
 
-    async def handle(peer: Peer) -> None:
+    async def handle(peer: Peer):
         if end == "reset":
             peer.reset_on_close()
         await peer.read_request()
@@ -223,9 +223,7 @@ async def test_a_connection_is_used_again_unless_it_is_over(headers: bytes, used
     assert [number for number, _ in server.log] == used
 
 
-async def test_a_burst_leaves_no_more_than_max_idle_clients_which_leave_by_age(
-    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_burst_leaves_no_more_than_max_idle_clients_which_leave_by_age(autojump_clock, monkeypatch):
     """In virtual time, over transports instead of sockets."""
     monkeypatch.setattr(http, "MAX_IDLE", 10)
 
@@ -246,7 +244,7 @@ async def test_a_burst_leaves_no_more_than_max_idle_clients_which_leave_by_age(
 async def test_the_connection_that_was_used_last_is_used_first(order: tuple[int, int]):
     answered = [trio.Event(), trio.Event()]
 
-    async def handle(peer: Peer) -> None:
+    async def handle(peer: Peer):
         while await peer.read_request():
             await answered[peer.number].wait()
             await peer.send(REPLY)
@@ -266,13 +264,13 @@ async def test_the_connection_that_was_used_last_is_used_first(order: tuple[int,
 async def test_a_cancelled_request_closes_its_own_connection_only():
     cancelled, scope = trio.Event(), trio.CancelScope()
 
-    async def handle(peer: Peer) -> None:
+    async def handle(peer: Peer):
         while await peer.read_request():
             if peer.number == 1:
                 await cancelled.wait()
                 await peer.send(REPLY)
 
-    async def ask_in_scope(client: HttpClient) -> None:
+    async def ask_in_scope(client: HttpClient):
         with scope:
             await client.request("GET", "/x")
 
@@ -291,7 +289,7 @@ async def test_a_cancelled_request_closes_its_own_connection_only():
 
 @cases("end: close reset")
 async def test_a_kept_connection_closed_under_the_request_is_replaced_once(end: str):
-    async def handle(peer: Peer) -> None:
+    async def handle(peer: Peer):
         if end == "reset":
             peer.reset_on_close()
         if peer.number < 2:
@@ -307,9 +305,7 @@ async def test_a_kept_connection_closed_under_the_request_is_replaced_once(end: 
 
 
 @pytest.mark.parametrize("beginning", [b"", REPLY[:-1]])
-async def test_work_that_may_have_begun_is_not_asked_for_again(
-    beginning: bytes, monkeypatch: pytest.MonkeyPatch
-):
+async def test_work_that_may_have_begun_is_not_asked_for_again(beginning: bytes, monkeypatch):
     """The answer has begun, or the end comes later than that of a connection that was closed before."""
     monkeypatch.setattr(http, "RESEND_S", 60.0 if beginning else 0.0)
     async with open_both(replying(REPLY, beginning)) as (server, client):
@@ -347,7 +343,7 @@ async def test_cancelled_requests_leave_nothing_behind():
     seen = {"sent": 0, "answered": 0}
     body = bytes(100_000)
 
-    async def handle(peer: Peer) -> None:
+    async def handle(peer: Peer):
         while await peer.read_request():
             peer.log.clear()
             seen["sent"] += 1
@@ -356,12 +352,12 @@ async def test_cancelled_requests_leave_nothing_behind():
                     await trio.lowlevel.checkpoint()
                 await peer.send(part)
 
-    async def cancel_later(scope: trio.CancelScope, rounds: int) -> None:
+    async def cancel_later(scope: trio.CancelScope, rounds: int):
         for _ in range(rounds):
             await trio.lowlevel.checkpoint()
         scope.cancel()
 
-    async def ask_many(client: HttpClient, number: int) -> None:
+    async def ask_many(client: HttpClient, number: int):
         for _ in range(number):
             async with trio.open_nursery() as nursery:
                 if rng.random() < 0.8:  # the others leave connections to be used again

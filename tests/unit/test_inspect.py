@@ -65,7 +65,7 @@ def test_views_hold_the_newest_attempt_as_a_slow_reader_finds_it(rows, cut, tmp_
             assert list(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)) == own
 
 
-def test_damaged_lines_are_counted_and_said_and_a_torn_one_apart(tmp_path: Path):
+def test_damaged_lines_are_counted_and_said_and_a_torn_one_apart(tmp_path):
     path = write_rows(
         tmp_path / "metrics.jsonl", {"a/b": 1.0}, {"step": 2, "a/b": "text"}, {"step": 3, "a/b": 3}
     )
@@ -79,7 +79,7 @@ def test_damaged_lines_are_counted_and_said_and_a_torn_one_apart(tmp_path: Path)
         ]
 
 
-def test_names_that_differ_in_case_and_odd_names_are_read(tmp_path: Path):
+def test_names_that_differ_in_case_and_odd_names_are_read(tmp_path):
     odd = {"a'b/\"c": 1.0, "loss/A": 2.0, "loss/a": 3.0, "Step": 4, "": 5.0}
     root = write_rows(tmp_path / "it's [a] *run" / "metrics.jsonl", odd).parent
     with open_record(root, points=True) as record:
@@ -87,7 +87,7 @@ def test_names_that_differ_in_case_and_odd_names_are_read(tmp_path: Path):
             assert record.read_curve("rl", name).values.tolist() == [odd[name]]
 
 
-def test_what_is_no_run_and_what_leads_out_of_it_is_refused(tmp_path: Path):
+def test_what_is_no_run_and_what_leads_out_of_it_is_refused(tmp_path):
     with pytest.raises(RunDirError, match="not a run directory"), open_record(tmp_path):
         pass
     write_rows(tmp_path / "run" / "metrics.jsonl", {})
@@ -99,9 +99,7 @@ def test_what_is_no_run_and_what_leads_out_of_it_is_refused(tmp_path: Path):
 # --- inspect ------------------------------------------------------------------------------------------------
 
 
-def test_inspect_prints_every_part_and_ends_with_the_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_inspect_prints_every_part_and_ends_with_the_picture(tmp_path, capsys):
     root = write_run(tmp_path / "run", fail__reward=1.0, groups__drawn=8.0, groups__dropped__zero_std=2.0)
     evaluation = {"name": "heldout", "eval/heldout/avg@1": 0.25, "eval/heldout/failed": 1}
     again = {**evaluation, "attempt": 2, "eval/heldout/avg@1": 0.5}
@@ -135,9 +133,7 @@ def test_inspect_prints_every_part_and_ends_with_the_picture(
 
 
 @cases("width: 40 80 200")
-def test_inspect_fits_the_terminal(
-    width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_inspect_fits_the_terminal(width: int, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("rollouts.inspect.terminal.PLAIN_WIDTH", width)
     root = write_run(tmp_path / "run", optim__lr=1e-3, entropy__mean=1.0)
     assert main(["inspect", str(root), "--last", "3"]) == 0
@@ -147,7 +143,7 @@ def test_inspect_fits_the_terminal(
     assert any("more columns in a" in line for line in lines) == (width == 40)
 
 
-def test_a_run_without_rows_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_without_rows_says_so(tmp_path, capsys):
     (tmp_path / "config.toml").write_text("")
     assert main(["inspect", str(tmp_path)]) == 0
     assert "not finished, 0 attempts, no checkpoint" in capsys.readouterr().out
@@ -156,7 +152,7 @@ def test_a_run_without_rows_says_so(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "summary.json is no JSON object" in capsys.readouterr().err
 
 
-def test_runs_are_compared_at_equal_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_runs_are_compared_at_equal_steps(tmp_path, capsys):
     first, second = write_run(tmp_path / "a" / "x", reward__std=1.0), write_run(tmp_path / "b" / "x")
     (second / "config.toml").write_text("seed = 1\n")
     write_rows(second / "metrics.jsonl", *({"step": step, "reward/mean": 1.0} for step in range(1, 11)))
@@ -177,7 +173,7 @@ def test_curves_of_a_line_have_no_gaps():
     assert text == "   rl x\n1 ┤⠀⠀⡠⠊\n0 ┤⡠⠊⠀⠀\n   1step 2"
 
 
-def test_a_curve_is_smoothed_by_means_up_to_each_value(tmp_path: Path):
+def test_a_curve_is_smoothed_by_means_up_to_each_value(tmp_path):
     write_rows(tmp_path / "metrics.jsonl", *({"step": step, "x/y": of} for step, of in enumerate((1, 2, -6))))
     with open_record(tmp_path, points=True) as record:
         assert record.read_curve("rl", "x/y", smooth=2).values.tolist() == [1.0, 1.5, -2.0]
@@ -187,9 +183,7 @@ def test_a_curve_is_smoothed_by_means_up_to_each_value(tmp_path: Path):
         ]
 
 
-def test_plot_chooses_metrics_by_pattern_and_stacks_runs_without_colours(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_plot_chooses_metrics_by_pattern_and_stacks_runs_without_colours(tmp_path, capsys):
     first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b")
     write_rows(first / "evaluations.jsonl", {"name": "h", "eval/h/avg@1": 0.5})
     assert main(["plot", str(first), str(second), "reward/*", "eval/*", "--smooth", "2"]) == 0
@@ -211,9 +205,7 @@ reward/mean --smooth 0 | at least 1
 / | name at least one metric
 reward/mean --png /nowhere/x.png | cannot be written
 """)
-def test_plot_says_what_is_wrong(
-    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_plot_says_what_is_wrong(words: str, message: str, tmp_path, capsys):
     assert main(["plot", str(write_run(tmp_path / "run")), *words.split()]) == 2
     assert message in capsys.readouterr().err
 
@@ -222,7 +214,7 @@ def test_plot_says_what_is_wrong(
 
 
 @pytest.fixture
-def queried(tmp_path: Path) -> Path:
+def queried(tmp_path) -> Path:
     root = tmp_path / "it's a run"
     write_rows(root / "metrics.jsonl", {"reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5})
     write_rows(root / "metrics.1.jsonl", {"step": 2, "attempt": 2, "reward/mean": 0.75, "fail/reward": 1})
@@ -265,9 +257,7 @@ ATTACH 'x.db' |
 SELECT 1; SELECT 2 | one statement that reads
  | one statement that reads
 """)
-def test_a_query_reads_the_rows_and_nothing_else(
-    queried: Path, sql: str, message: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_query_reads_the_rows_and_nothing_else(queried: Path, sql: str, message: str, monkeypatch):
     monkeypatch.chdir(queried)
     (queried / "config.toml").write_text("secret")
     before = {path: path.read_bytes() for path in queried.iterdir()}
@@ -276,7 +266,7 @@ def test_a_query_reads_the_rows_and_nothing_else(
     assert {path: path.read_bytes() for path in queried.iterdir()} == before
 
 
-def test_query_prints_a_table_csv_or_json(queried: Path, capsys: pytest.CaptureFixture[str]):
+def test_query_prints_a_table_csv_or_json(queried: Path, capsys):
     sql = 'SELECT step, "reward/mean" FROM metrics ORDER BY step'
     with (queried / "metrics.1.jsonl").open("a") as file:
         file.write('{"stage": "r')

@@ -27,7 +27,7 @@ def make_sample(step: int, number: int, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory) -> Path:
     """Seven samples of three steps and one of an evaluation; a second attempt wrote step 2 again."""
     root = tmp_path_factory.mktemp("run")
     rows = [make_sample(1 + number // 2, number, weight_version_min=number // 4) for number in range(7)]
@@ -95,18 +95,22 @@ def test_the_search_finds_what_looking_at_every_row_finds(texts, needle, ascii_o
     assert find_ids(root, grep=needle).split() == expected
 
 
-def test_a_transcript_has_a_headline_turns_and_the_parts_of_the_reward(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+TRANSCRIPT = """── rl step 9 · s9 · group 4 · completed · reward 0.900 · 11 tokens · 1 version behind
+[prompt] add
+→ it is 9
+rewards: a 1, b 0.5
+
+1 of 2 logged samples
+"""
+
+
+def test_a_transcript_has_a_headline_turns_and_the_parts_of_the_reward(tmp_path, capsys):
     (tmp_path / "config.toml").touch()
     parts = {"a": 1, "b": 0.5}
     sample = make_sample(9, 9, weight_version_min=7, rewards=parts)
     write_rows(tmp_path / "samples.jsonl", make_sample(1, 0), sample)
     assert main(["samples", str(tmp_path), "--step", "9"]) == 0
-    assert capsys.readouterr().out == (
-        "── rl step 9 · s9 · group 4 · completed · reward 0.900 · 11 tokens · 1 version behind\n"
-        "[prompt] add\n→ it is 9\nrewards: a 1, b 0.5\n\n1 of 2 logged samples\n"
-    )
+    assert capsys.readouterr().out == TRANSCRIPT
     assert main(["samples", str(tmp_path), "--json", "--limit", "1", "--reverse"]) == 0
     assert json.loads(capsys.readouterr().out)["rewards"] == parts
 
@@ -120,7 +124,7 @@ def test_pieces_make_up_the_text_and_a_character_of_two_tokens_is_one_piece():
     assert split_text([0, 1, 2, 3], tokenizer) == ["a", "", "é", "b"]
 
 
-def test_tokens_are_marked_by_arrays_and_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_tokens_are_marked_by_arrays_and_tokenizer(tmp_path, capsys):
     write_rows(tmp_path / "samples.jsonl", make_sample(1, 0), make_sample(1, 1))
     arrays = {"tokens": [0, 1, 2], "mask": [0, 1, 1], "advantage": [0.0, 0.5, -0.25]}
     arrays |= {"log_prob": [0.5, -1.0, -1.0], "mu": [0.0, -1.5, -1.0001]}

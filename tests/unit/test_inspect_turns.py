@@ -79,7 +79,7 @@ options                            | expected
 --grep PRODUCT.                    | TURNS 1 of 2 logged samples
 --grep tool_call_id                | 0 of 2 logged samples
 """)
-async def test_a_trajectory_is_one_sample_with_its_turns(tmp_path: Path, capsys, options: str, expected: str):
+async def test_a_trajectory_is_one_sample_with_its_turns(tmp_path, capsys, options: str, expected: str):
     root = await write_samples(tmp_path, *SAMPLES)
     assert main(["samples", root, *options.split()]) == 0
     for name, text in (("TURNS ", f"{TURNS}\n"), ("OTHER ", f"{OTHER}\n")):
@@ -87,7 +87,7 @@ async def test_a_trajectory_is_one_sample_with_its_turns(tmp_path: Path, capsys,
     assert capsys.readouterr().out == f"{expected}\n"
 
 
-async def test_the_row_of_a_trajectory_counts_all_segments(tmp_path: Path, capsys):
+async def test_the_row_of_a_trajectory_counts_all_segments(tmp_path, capsys):
     root = await write_samples(tmp_path, *SAMPLES)
     assert main(["samples", root, "--json", "--grep", "816"]) == 0
     row = json.loads(capsys.readouterr().out)
@@ -96,7 +96,7 @@ async def test_the_row_of_a_trajectory_counts_all_segments(tmp_path: Path, capsy
     assert row["trajectory"] == CONVERSATION["trajectory"]
 
 
-async def test_tokens_are_marked_segment_by_segment(tmp_path: Path, capsys):
+async def test_tokens_are_marked_segment_by_segment(tmp_path, capsys):
     root = await write_samples(tmp_path, *SAMPLES)
     assert main(["samples", root, "--color", "mask", "--limit", "2"]) == 0
     marked = f"{HEAD}5 {{+++ 6 7 }}\n{SPLIT}5 {{+++ 8 }}\ntokens that train:\n{ENDED}\n{OTHER}"
@@ -115,7 +115,7 @@ def test_turns_are_the_last_messages_of_the_model(turns: Any, said: str):
     assert shown == [{"said": f"{said} ", "text": "hi"}]
 
 
-async def test_what_a_model_writes_steers_neither_terminal_nor_page(tmp_path: Path, capsys):
+async def test_what_a_model_writes_steers_neither_terminal_nor_page(tmp_path, capsys):
     hostile = json.loads(json.dumps(CONVERSATION).replace("multiply", json.dumps(HOSTILE)[1:-1]))
     root = await write_samples(tmp_path, FIRST, replace(LAST, metadata=hostile))
     assert main(["samples", root]) == main(["inspect", root]) == main(["report", root]) == 0

@@ -22,14 +22,14 @@ def make_line(step: int, attempt: int = 1) -> bytes:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path) -> Path:
     return tmp_path / "metrics.jsonl"
 
 
 # --- parts --------------------------------------------------------------------------------------------------
 
 
-def test_parts_are_listed_in_the_order_of_their_numbers(tmp_path: Path):
+def test_parts_are_listed_in_the_order_of_their_numbers(tmp_path):
     run_dir = RunDir(tmp_path)
     names = (
         "metrics.10.jsonl metrics.2.jsonl metrics.jsonl metrics.1.jsonl metrics.x.jsonl metrics.01.jsonl"
@@ -44,7 +44,7 @@ def test_parts_are_listed_in_the_order_of_their_numbers(tmp_path: Path):
 
 
 @cases("name: spans.3.jsonl tokens trackers")
-def test_what_leads_out_of_the_run_is_refused(tmp_path: Path, name: str):
+def test_what_leads_out_of_the_run_is_refused(tmp_path, name: str):
     run_dir = RunDir(tmp_path / "run")
     run_dir.root.mkdir()
     (run_dir.root / name).symlink_to(tmp_path)
@@ -70,7 +70,7 @@ def test_a_full_part_is_followed_by_the_next_also_in_the_next_attempt(path: Path
     ]
 
 
-def test_a_part_is_on_the_device_before_the_next_has_its_name(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_part_is_on_the_device_before_the_next_has_its_name(path: Path, monkeypatch):
     seen = list[list[Path]]()
     file = RecordFile(path, part_bytes=1)
     file.append(make_line(1))
@@ -88,7 +88,7 @@ def test_a_torn_last_line_is_left_out_reported_and_repaired_by_the_next_attempt(
     last = part_path(path, 1)
     path.write_bytes(make_line(1))
     last.write_bytes(make_line(2) + b'{"a":3')
-    said: list[str] = []
+    said = []
     assert [row["step"] for row in iterate_rows(path, report=said.append)] == [1, 2]
     (text,) = said
     assert "metrics.1.jsonl: the last line is torn (6 bytes) and left out" in text
@@ -127,13 +127,13 @@ def test_readers_take_the_highest_attempt_of_each_step():
 
 
 @cases("name: samples contributions spans")
-def test_an_attempt_that_left_only_such_rows_has_its_number_to_itself(tmp_path: Path, name: str):
+def test_an_attempt_that_left_only_such_rows_has_its_number_to_itself(tmp_path, name: str):
     """An attempt killed between a step's samples and its row: readers saw its samples and those of the next
     attempt as one.
     """
     run_dir = RunDir(tmp_path)
     run_dir.metrics.write_text('{"attempt":1}\n')
-    path: Path = getattr(run_dir, name)
+    path = getattr(run_dir, name)
     path.write_text('{"attempt":1}\n{"attempt":2}\n{"attempt":2,"resp')
     assert next_attempt(run_dir) == 3
     path.write_text('{"attempt":5,"response":"' + 200_000 * "x" + '"}\n')  # long
@@ -158,24 +158,20 @@ def write_three(
     file.close()
 
 
-def test_a_short_write_is_continued(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_short_write_is_continued(path: Path, monkeypatch):
     write = os.write
     write_three(monkeypatch, path, "write", lambda file, data: write(file, data[:3]))
     assert [part.read_bytes() for part in list_parts(path)] == [make_line(step) for step in (1, 2, 3)]
 
 
-def test_a_part_that_cannot_be_made_lets_rows_wait_until_the_close(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_part_that_cannot_be_made_lets_rows_wait_until_the_close(path: Path, monkeypatch, caplog):
     write_three(monkeypatch, path, "open", refuse)
     assert [part.read_bytes() for part in list_parts(path)] == [make_line(1), make_line(2) + make_line(3)]
     (warning,) = caplog.messages
     assert "rows of metrics.jsonl cannot be written" in warning
 
 
-def test_too_much_that_waits_and_what_is_refused_at_the_close_are_errors(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_too_much_that_waits_and_what_is_refused_at_the_close_are_errors(path: Path, monkeypatch):
     monkeypatch.setattr(record_files, "WAITING_BYTES", 100)
     with path.with_name("probe").open("wb") as probe:
         next_free = probe.fileno()  # the system hands out the lowest free number

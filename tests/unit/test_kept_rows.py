@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from rollouts.engines.local import LocalEngine
 from rollouts.models.decoding.batch import open_decoder
@@ -77,7 +76,7 @@ async def test_nothing_is_taken_over(why: str, options: dict):
         assert await take_turns(engine, 1, prompts, model) == [3 + TOKENS, 0]
 
 
-async def test_what_was_kept_first_makes_room(monkeypatch: pytest.MonkeyPatch):
+async def test_what_was_kept_first_makes_room(monkeypatch):
     row_bytes = 2 * 2 * 2 * 8 * (3 + TOKENS - 1) * 4  # layers, keys and values, heads, D, positions, float32
     monkeypatch.setattr("rollouts.engines.local.engine.KEPT_BYTES", 2 * row_bytes)
     model, prompts = make_model(), {name: [5, 6, 7] for name in "xyz"}
@@ -88,7 +87,7 @@ async def test_what_was_kept_first_makes_room(monkeypatch: pytest.MonkeyPatch):
         assert await take_turns(engine, 1, prompts, model) == [taken + 1 + 2, 2 * taken], "of y and z"
 
 
-def test_a_model_whose_turns_go_on_wrongly_is_run_another_way(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_whose_turns_go_on_wrongly_is_run_another_way(monkeypatch):
     copy_row = FastDecoder.copy_row
     monkeypatch.setattr(FastDecoder, "copy_row", lambda *arguments: 1.01 * copy_row(*arguments))
     opened = open_decoder(make_model(), max_context=160, compiled=False)

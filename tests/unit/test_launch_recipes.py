@@ -16,7 +16,7 @@ def test_bash_can_read_it(name: str):
     assert name.endswith(".sbatch") or os.access(LAUNCH / name, os.X_OK)
 
 
-def test_slurm_trains_on_the_first_nodes_and_serves_on_the_others(tmp_path: Path):
+def test_slurm_trains_on_the_first_nodes_and_serves_on_the_others(tmp_path):
     """With stand-ins for Slurm, curl and both Pythons, which write down what they are called with."""
     stand_ins = {
         "scontrol": "printf 'n%s\\n' 1 2 3",

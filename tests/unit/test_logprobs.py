@@ -1,6 +1,5 @@
 """The chunked head beside log_softmax over all logits in float64."""
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -45,7 +44,7 @@ def test_log_probs_entropy_and_gradients_equal_those_of_all_logits(
     tolerance: float,
     temperature: float,
     entropy_gradient: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     dtype = getattr(torch, precision)
     monkeypatch.setattr(logprobs, "CPU_ROWS", rows)
@@ -84,7 +83,7 @@ def test_no_position_gives_empty_output_and_a_zero_gradient():
     assert torch.autograd.grad(result.log_probs.sum(), [weight])[0].abs().max() == 0
 
 
-def test_the_logits_of_all_positions_and_tokens_never_exist_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_the_logits_of_all_positions_and_tokens_never_exist_at_once(monkeypatch):
     monkeypatch.setattr(logprobs, "CPU_ROWS", 64)
     monkeypatch.setattr(logprobs, "CPU_CHUNK", 32)
     hidden, weight, targets = make(512, 8, 4096)

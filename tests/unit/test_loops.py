@@ -56,14 +56,8 @@ class Diary:
         self.said: list[str] = []
         self.states: dict[int, Any] = {}
         self.stop = Stop(say=self.said.append)
-        self.hooks = StepHooks(
-            stop=self.stop,
-            hold_state=self.hold_state,
-            save=self.save,
-            is_saved=self.is_saved,
-            checkpoint_every=self.checkpoint_every,
-            evaluate=self.evaluate,
-        )
+        names = ("stop", "hold_state", "save", "is_saved", "checkpoint_every", "evaluate")
+        self.hooks = StepHooks(**{name: getattr(self, name) for name in names})
 
     def hold_state(self) -> EncodeState:
         states = [one.state_dict() for one in self.live]
@@ -115,8 +109,9 @@ async def test_sft_goes_on_after_the_completed_steps_with_the_rows_it_would_have
     for completed in (0, 2):
         async with open_fake_backend() as backend:
             config = SFTTrainingConfig(data=DATA, steps=4, batch_size=2)
-            options: Any = {"seed": 3, "completed_steps": completed}
-            await run_sft_training(backend, sft_samples(5), config, MemoryLogger(), **options)
+            await run_sft_training(
+                backend, sft_samples(5), config, MemoryLogger(), seed=3, completed_steps=completed
+            )
         found.append([[tokens.tolist() for tokens in batch.tokens] for batch in backend.batches])
     assert len(found[0]) == 4 and found[1] == found[0][2:]
 
@@ -188,7 +183,7 @@ class RLRun:
 
 
 async def test_rl_trains_syncs_and_logs_once_per_step(autojump_clock):
-    synced: list[int] = []
+    synced = []
 
     async def sync(version: int) -> dict[str, float]:
         synced.append(version)
@@ -214,7 +209,7 @@ async def test_truncated_samples_count_in_the_mean_of_their_group_and_train_noth
     row = (await run.run())[0]
     [batch] = run.backend.batches
     assert batch.response_lengths.astype(bool).tolist() == [True, False] * 2
-    assert [advantages[-1] for advantages in batch.advantages or ()] == [0.5, -0.5] * 2
+    assert [advantages[-1] for advantages in batch.advantages] == [0.5, -0.5] * 2
     assert row["truncated/frac"] == 0.5
     assert row["loss/tokens"] == batch.response_lengths.sum() > 0
 
@@ -324,7 +319,7 @@ async def test_a_cut_step_of_rl_is_given_back_and_the_step_before_is_saved_as_it
 async def test_what_hangs_is_ended_before_the_deadline_and_other_ranks_are_told(autojump_clock):
     stop, events = Stop(), list[tuple[str, float]]()
 
-    async def tell() -> None:
+    async def tell():
         events.append(("told", trio.current_time()))
         await trio.sleep_forever()
 

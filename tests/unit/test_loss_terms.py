@@ -4,11 +4,9 @@ import math
 import tomllib
 from dataclasses import replace
 from math import exp
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from rollouts.errors import ConfigError
 from rollouts.losses import CORRECTIONS, KL_ESTIMATORS, LOSSES, LossInputs, try_loss
@@ -33,7 +31,6 @@ from tests.unit.test_losses import (
     POLICY,
     REF,
     M,
-    W,
     make_inputs,
     row,
     run,
@@ -67,7 +64,7 @@ def test_terms_by_hand(params, value):
 @pytest.mark.parametrize("name", POLICY)
 def test_kl_importance_by_hand_for_every_loss(name):
     """With A = 0 only (lp − ref)·exp(lp − mu) is left, by way of the weight where there is one."""
-    params: dict[str, Any] = {"kl_coef": 1.0, "kl_estimator": "k1", "kl_importance": True}
+    params = {"kl_coef": 1.0, "kl_estimator": "k1", "kl_importance": True}
     params |= {"beta": 0.0} if name == "dro" else {"cov_low": 4.0} if name.endswith("_cov") else {}
     assert run(name, make_inputs(0.0), **params)[0] == pytest.approx(KL_MU)
     if name in ("reinforce", "dro"):  # the factor is there already: a weight does not count it again
@@ -78,16 +75,14 @@ def test_kl_importance_by_hand_for_every_loss(name):
             assert value == pytest.approx(KL_MU + 0.1 * exp(0.7))  # a dropped token has no KL term either
 
 
-@pytest.mark.parametrize(
-    ("params", "weights"),
-    [
-        ({}, W),
-        ({"importance_cap": 1.2}, [1.2, W[1], 1.2]),
-        ({"correction": "icepop(low=0.5, high=1.3)", "importance_cap": 1.0}, [W[0], W[1], 0.0]),
-    ],
-)
-def test_the_weight_is_the_truncated_ratio_or_the_correction_s(params, weights):
-    noted: list[Tensor] = []
+@cases("""
+params               | weights                             | …
+                     | 1.221402758 0.904837418 1.349858808 | e^(old − mu)
+importance_cap = 1.2 | 1.2 0.904837418 1.2
+correction = "icepop(low=0.5, high=1.3)", importance_cap = 1.0 | 1.221402758 0.904837418 0
+""")
+def test_the_weight_is_the_truncated_ratio_or_the_correction_s(params: dict, weights: list[float]):
+    noted = []
     out = LOSSES["ppo_clip"](make_inputs(note_weights=noted.append), **params)
     expected = -1.2 * weights[0] - exp(-0.4) * weights[1] - 1.2 * weights[2]
     assert float(out.sum.detach()) == pytest.approx(expected)
@@ -293,11 +288,13 @@ KL = 0.025267154  # of P and Q
 REVERSE = [0.098938, -0.093885, -0.005053]  # p·(log p/q − KL)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "gradient"),
-    [("k1", KL, [0.0] * 3), ("k2", 0.024862407, REVERSE), ("k3", KL, (P - Q).tolist())],
-)
-def test_expected_kl_gradients_are_none_reverse_and_forward(name, value, gradient):
+@cases("""
+name | value       | gradient                     | …
+k1   | 0.025267154 | 0 0 0
+k2   | 0.024862407 | 0.098938 -0.093885 -0.005053 | REVERSE
+k3   | 0.025267154 | 0.1 -0.1 0                   | P − Q
+""")
+def test_expected_kl_gradients_are_none_reverse_and_forward(name, value: float, gradient: list[float]):
     """Σ p·dk/dz used as a loss on the policy's samples; drawn by mu and with the ratio it is KL's."""
     logits = P.log().requires_grad_()
     values = KL_ESTIMATORS[name](torch.log_softmax(logits, 0), Q.log())

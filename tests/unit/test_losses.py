@@ -148,7 +148,7 @@ FIELDS = "log_probs old_log_probs rollout_log_probs ref_log_probs entropy return
 def draw(seed: int, rows: int = 4, width: int = 5) -> dict[str, Tensor]:
     """Fields of a batch; one sign of advantage a row, for gmpo clips by it, and one row trains nothing."""
     generator = torch.Generator().manual_seed(seed)
-    make: Any = partial(torch.randn, rows, width, generator=generator, dtype=torch.float64)
+    make = partial(torch.randn, rows, width, generator=generator, dtype=torch.float64)
     fields = {name: make() for name in FIELDS.split()}
     fields["advantages"] = make().abs() * torch.tensor([1.0, -1.0, 2.0, 1.0, -1.0])[:rows, None]
     fields["mask"] = torch.rand(rows, width, generator=generator) < 0.6
