@@ -44,7 +44,7 @@ python = "{python}"
 count = 2
 args = ["--dtype", "float32", "{length}", "1024"]
 [sft]
-steps = 60
+steps = 100
 batch_size = 16
 [sft.data]
 kind = "python"
@@ -78,7 +78,6 @@ lr = 3e-4
 """
 LENGTH = {"vllm": "--max-model-len", "sglang": "--context-length"}
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>")
-FAILURE = re.compile("fail/|groups/dropped/|fleet/failures/")  # metrics of what went wrong
 Row = dict[str, Any]
 
 
@@ -138,9 +137,7 @@ def test_every_step_trains_and_no_prompt_is_lost(recorded: Recorded):
     rows, state = recorded.rows, recorded.state
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert max(row["optim/grad_norm"] for row in rows) > 0
-    assert not [
-        name for row in rows for name in row if re.match("fail/|groups/dropped/|fleet/failures/", name)
-    ]
+    assert [name for row in rows for name in row if name.startswith(("fail/", "groups/dropped/"))] == []
     ledger, held = state["ledger"], state["held"] + state["unfinished"] + state["in_flight"]
     assert (ledger["trained"], ledger["dropped"], ledger["failed"]) == (STEPS * PROMPTS, {}, {})
     assert state["next_group_index"] == ledger["trained"] + len(held)
@@ -161,16 +158,16 @@ def test_both_servers_prove_each_update(recorded: Recorded):
 def test_tools_answer_over_several_turns(recorded: Recorded):
     for row in recorded.rows:
         assert row["tools/multiply/ok"] > 0 and row["trajectories/turns/mean"] > 1, row["step"]
+    results = 0
     for sample in recorded.samples:
-        messages, turns = sample["messages"], sample["trajectory"]["turns"]
-        calls = [call for turn in turns for call in turn.get("calls", ())]
-        if not all(call["outcome"] == "ok" for call in calls):
-            continue
-        called = [CALL.findall(message["content"]) for message in messages if message["role"] == "assistant"]
-        arguments = [json.loads(one)["arguments"] for one in itertools.chain(*called)]
-        products = [str(one["a"] * one["b"]) for one in arguments[: len(calls)]]
-        answers = [message["content"] for message in messages[1:] if message["role"] == "user"]
-        assert answers == products, messages
+        for message, answer in itertools.pairwise(sample["messages"]):
+            if answer["role"] == "assistant" or answer["content"].startswith("Error: "):
+                continue
+            results += 1
+            if message["role"] == "assistant":
+                numbers = json.loads(CALL.findall(message["content"])[0])["arguments"]
+                assert answer["content"] == str(numbers["a"] * numbers["b"]), sample["id"]
+    assert results == sum(row["tools/multiply/ok"] for row in recorded.rows) > 0
 
 
 def test_a_token_bears_the_version_that_its_server_had(recorded: Recorded):
@@ -201,24 +198,27 @@ def test_a_trajectory_goes_on_over_an_update_and_no_token_is_too_old(recorded: R
 
 
 def test_all_turns_of_a_trajectory_go_to_one_server_while_it_serves(recorded: Recorded):
-    seats: dict[str, list[str]] = defaultdict(list)
-    for seat in recorded.list_events("seated"):
-        before = seats[seat["trajectory"]][-1:]
-        assert before in ([], [seat["server"]]) or before[0] not in seat["serving"], seat
-        seats[seat["trajectory"]].append(seat["server"])
+    servers: dict[str, list[str]] = defaultdict(list)  # that answered, turn after turn
+    tried: set[str] = set()
+    for event in recorded.events:
+        if event["event"] == "answered":
+            servers[event["trajectory"]].append(event["server"])
+        elif event["event"] == "seated":
+            last = servers[event["trajectory"]][-1:]
+            stays = last in ([], [event["server"]]) or last[0] not in event["serving"]
+            assert stays or event["request"] in tried, event  # after a failure it goes elsewhere
+            tried.add(event["request"])
     addresses = {(event["server"], event["url"]) for event in recorded.list_events("asked")}
     assert len(addresses) == len({server for server, _ in addresses}) == 2
-    shown: dict[str, set[str]] = defaultdict(set)
+    trained = {sample.partition(".")[0] for sample in recorded.trained}
+    shown: dict[str, list[str]] = defaultdict(list)
     for span in recorded.spans:
         if span["name"] == "generate" and "id" in span:
-            shown[span["id"].partition(".")[0]].add(span["track"])
-    trained = {sample.partition(".")[0] for sample in recorded.trained}
-    assert {one: shown[one] for one in trained} == {one: {*seats[one]} for one in trained}
-    stayed = [one for one in trained if len(seats[one]) > 1 and len({*seats[one]}) == 1]
-    homes = {(one.partition("-")[0], seats[one][0]) for one in stayed}
-    assert len(homes) > len({group for group, _ in homes}), (
-        "each group has one server, and its trajectories too"
-    )
+            shown[span["id"].partition(".")[0]].append(span["track"])
+    assert {one: shown[one] for one in trained} == {one: servers[one] for one in trained}
+    stayed = [one for one in trained if len(servers[one]) > 1 and len({*servers[one]}) == 1]
+    homes = {(one.partition("-")[0], servers[one][0]) for one in stayed}
+    assert len(homes) > len({group for group, _ in homes}), "it is the group's server, and not its own"
 
 
 def test_the_ids_that_a_server_took_in_and_gave_out_are_those_that_train(recorded: Recorded):
@@ -250,15 +250,13 @@ def replay_requests(recorded: Recorded) -> dict[str, Segment]:
     """By sample, what came of its requests: each begins with all ids before it, and what it has beyond was
     not sampled; one that does not begin a segment.
     """
-    answers = {event["request"]: event for event in recorded.list_events("answered")}
+    asked = {event["request"]: event["tokens"] for event in recorded.list_events("asked")}
     parts: dict[str, list[Segment]] = defaultdict(list)
-    for asked in recorded.list_events("asked"):
-        if (answer := answers.get(asked["request"])) is None:  # cancelled when the run ended
-            continue
-        own = parts[asked["trajectory"]]
-        if not own or asked["tokens"][: len(own[-1].tokens)] != own[-1].tokens:
+    for answer in recorded.list_events("answered"):
+        own, prompt = parts[answer["trajectory"]], asked[answer["request"]]
+        if not own or prompt[: len(own[-1].tokens)] != own[-1].tokens:
             own.append(Segment([], [], []))
-        new = asked["tokens"][len(own[-1].tokens) :]
+        new = prompt[len(own[-1].tokens) :]
         own[-1].add(new, [-1] * len(new), [0.0] * len(new))
         own[-1].add(answer["tokens"], answer["versions"], answer["log_probs"])
     return {
