@@ -93,7 +93,12 @@ class Recorded:
     events: Sequence[Row]  # see recorded_train.py
 
     def list_events(self, event: str) -> list[Row]:
+        """Those of trajectories, or of no request."""
         return [row for row in self.events if row["event"] == event and row.get("trajectory") != ""]
+
+    def list_answers(self) -> list[Row]:
+        """Of each request, in the order of turns; one that was asked again has counted last."""
+        return list({row["request"]: row for row in self.list_events("answered")}.values())
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
@@ -198,19 +203,22 @@ def test_a_trajectory_goes_on_over_an_update_and_no_token_is_too_old(recorded: R
 
 
 def test_all_turns_of_a_trajectory_go_to_one_server_while_it_serves(recorded: Recorded):
-    servers: dict[str, list[str]] = defaultdict(list)  # that answered, turn after turn
+    last: dict[str, str] = {}
     tried: set[str] = set()
     for event in recorded.events:
         if event["event"] == "answered":
-            servers[event["trajectory"]].append(event["server"])
+            last[event["trajectory"]] = event["server"]
         elif event["event"] == "seated":
-            last = servers[event["trajectory"]][-1:]
-            stays = last in ([], [event["server"]]) or last[0] not in event["serving"]
+            before = last.get(event["trajectory"], event["server"])
+            stays = before == event["server"] or before not in event["serving"]
             assert stays or event["request"] in tried, event  # after a failure it goes elsewhere
             tried.add(event["request"])
     addresses = {(event["server"], event["url"]) for event in recorded.list_events("asked")}
     assert len(addresses) == len({server for server, _ in addresses}) == 2
     trained = {sample.partition(".")[0] for sample in recorded.trained}
+    servers: dict[str, list[str]] = defaultdict(list)  # turn after turn
+    for answer in recorded.list_answers():
+        servers[answer["trajectory"]].append(answer["server"])
     shown: dict[str, list[str]] = defaultdict(list)
     for span in recorded.spans:
         if span["name"] == "generate" and "id" in span:
@@ -252,7 +260,7 @@ def replay_requests(recorded: Recorded) -> dict[str, Segment]:
     """
     asked = {event["request"]: event["tokens"] for event in recorded.list_events("asked")}
     parts: dict[str, list[Segment]] = defaultdict(list)
-    for answer in recorded.list_events("answered"):
+    for answer in recorded.list_answers():
         own, prompt = parts[answer["trajectory"]], asked[answer["request"]]
         if not own or prompt[: len(own[-1].tokens)] != own[-1].tokens:
             own.append(Segment([], [], []))
