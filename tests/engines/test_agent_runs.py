@@ -238,6 +238,8 @@ def test_the_ids_that_a_server_took_in_and_gave_out_are_those_that_train(recorde
         np.testing.assert_array_equal(arrays["mask"] == 1, sampled, err_msg=sample)
         np.testing.assert_array_equal(arrays["version"], segment.versions, err_msg=sample)
         np.testing.assert_array_equal(arrays["mu"], np.asarray(segment.log_probs, np.float32), err_msg=sample)
+    several = [sample for sample in recorded.trained if segments[sample].answers > 1]
+    assert len(several) > len(recorded.trained) / 2, "a later turn goes on from the ids of those before"
 
 
 @dataclass
@@ -247,6 +249,7 @@ class Segment:
     tokens: list[int]
     versions: list[int]
     log_probs: list[float]
+    answers: int = 0
 
     def add(self, tokens: Sequence[int], versions: Sequence[int], log_probs: Sequence[float]) -> None:
         self.tokens += tokens
@@ -267,6 +270,7 @@ def replay_requests(recorded: Recorded) -> dict[str, Segment]:
         new = prompt[len(own[-1].tokens) :]
         own[-1].add(new, [-1] * len(new), [0.0] * len(new))
         own[-1].add(answer["tokens"], answer["versions"], answer["log_probs"])
+        own[-1].answers += 1
     return {
         f"{trajectory}.{number}" if number else trajectory: segment
         for trajectory, own in parts.items()
