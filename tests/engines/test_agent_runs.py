@@ -165,7 +165,7 @@ def test_tools_answer_over_several_turns(recorded: Recorded):
         assert row["tools/multiply/ok"] > 0 and row["trajectories/turns/mean"] > 1, row["step"]
     results = 0
     for sample in recorded.samples:
-        for message, answer in itertools.pairwise(sample["messages"]):
+        for message, answer in itertools.pairwise(sample.get("messages", ())):  # of its last segment
             if answer["role"] == "assistant" or answer["content"].startswith("Error: "):
                 continue
             results += 1
