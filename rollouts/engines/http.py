@@ -61,13 +61,16 @@ class HttpClient:
         HTTP or longer than MAX_BYTES), EngineSilent (no byte moved for silence_s), EngineClosed.
         """
         begun_s = trio.current_time()
-        if self._idle:  # httpx sees by itself when the connection is too old or over
-            try:
-                return await self._ask(self._idle.pop()[1], method, path, body, silence_s)
-            except _Unanswered:
-                if trio.current_time() - begun_s >= RESEND_S:
-                    raise
-        return await self._ask(self.make(), method, path, body, silence_s)
+        try:
+            if self._idle:  # httpx sees by itself when the connection is too old or over
+                try:
+                    return await self._ask(self._idle.pop()[1], method, path, body, silence_s)
+                except _Unanswered:
+                    if trio.current_time() - begun_s >= RESEND_S:
+                        raise
+            return await self._ask(self.make(), method, path, body, silence_s)
+        except _Unanswered as error:  # the class is this module's own, and failures are counted by class
+            raise EngineUnreachable(str(error)) from error.__cause__
 
     async def _ask(
         self, client: httpx.AsyncClient, method: str, path: str, body: bytes | None, silence_s: float

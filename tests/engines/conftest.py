@@ -85,37 +85,38 @@ def find_python(kind: Kind) -> Path:
 @pytest.fixture(scope="session")
 def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Snapshots:
     """Two models of one shape and different weights, with a tokenizer: the first is what servers are started
-    with.
-
-    Heads of 32, below which the servers' CPU kernels do not go, and weights large enough for log-probs that
-    tell one token from another.
+    with. The weights are large enough for log-probs that tell one token from another.
     """
-    tokenizer = resolve_model("tiny:llama", seed=0)
-    paths = []
-    for seed in (1, 2):
-        path = tmp_path_factory.mktemp("snapshots") / f"seed{seed}"
-        torch.manual_seed(seed)
-        config = transformers.LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            max_position_embeddings=4096,
-            initializer_range=0.2,
-            tie_word_embeddings=False,
-            bos_token_id=257,
-            eos_token_id=258,
-            pad_token_id=256,
-        )
-        transformers.LlamaForCausalLM(config).save_pretrained(path)
-        for file in tokenizer.iterdir():
-            if "token" in file.name or file.suffix == ".jinja":
-                shutil.copy(file, path / file.name)
-        paths.append(path)
-    return paths[0], paths[1]
+    first, second = (tmp_path_factory.mktemp("snapshots") / f"seed{seed}" for seed in (1, 2))
+    save_random_model(first, seed=1, std=0.2)
+    save_random_model(second, seed=2, std=0.2)
+    return first, second
+
+
+def save_random_model(path: Path, *, seed: int, std: float) -> None:
+    """A Llama over bytes whose weights have this deviation. Heads of 32, below which the servers' CPU kernels
+    do not go.
+    """
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=4096,
+        initializer_range=std,
+        tie_word_embeddings=False,
+        bos_token_id=257,
+        eos_token_id=258,
+        pad_token_id=256,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    for file in resolve_model("tiny:llama", seed=0).iterdir():
+        if "token" in file.name or file.suffix == ".jinja":
+            shutil.copy(file, path / file.name)
 
 
 @contextlib.contextmanager

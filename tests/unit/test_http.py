@@ -299,9 +299,10 @@ async def test_a_kept_connection_closed_under_the_request_is_replaced_once(end: 
 
     async with open_both(handle) as (server, client):
         await ask_at_once(client, 2)
-        with pytest.raises(EngineUnreachable):
+        with pytest.raises(EngineUnreachable) as caught:
             await client.request("POST", "/x", body=b"{}")
     assert [number for number, _ in server.log][2:] in ([0, 2], [1, 2])  # one kept, one new
+    assert caught.type is EngineUnreachable, "metrics count failures by the name of their class"
 
 
 @pytest.mark.parametrize("beginning", [b"", REPLY[:-1]])
