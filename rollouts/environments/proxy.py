@@ -192,6 +192,7 @@ class OpenTrajectory:
         self.answers: dict[str, tuple[Node, Asked]] = {}  # by the key of the conversation that they end
         self.begun = 0  # turns asked for, of which a limit may have refused some
         self.end: End = "done"  # what the newest request has come to
+        self.limited = False  # whether a limit refused it
         self.failure: Exception | None = None  # ends the program
 
     def ask(self, body: bytes, *, again: bool) -> Asked:
@@ -227,7 +228,7 @@ class OpenTrajectory:
         stops = [request.stop] if isinstance(request.stop, str) else request.stop
         first, self.begun = self.begun, self.begun + request.n
         if self.begun > episode.config.max_turns:
-            self.end = "turns"
+            self.end, self.limited = "turns", True
             raise ApiError(400, "the turns of rl.rollout.max_turns are used up")
         own = request.max_completion_tokens or request.max_tokens
         most = min(own or usual.max_new_tokens, usual.max_new_tokens)
@@ -237,7 +238,7 @@ class OpenTrajectory:
             draw = "" if request.seed is None else f"{request.seed}/{index}"
             completion = await replace(episode, node=prompt, sampling=sampling).ask(first + index, draw)
             if completion is None:
-                self.end = "tokens"
+                self.end, self.limited = "tokens", True
                 raise ApiError(400, "the messages leave no room", "messages", "context_length_exceeded")
             node, turn = form.read(prompt, cut_at(completion, stops, tokenizer))
             said: Any = turn.message  # as the node has it
@@ -247,6 +248,7 @@ class OpenTrajectory:
             for stop in stops:
                 said["content"] = said["content"].partition(stop)[0]
             self.end = "done" if node.ended or len(node.token_ids) == own else "tokens"
+            self.limited = False
             self.answers[extend_key(keys[-1], said)] = node, asked
             asked.turns.append(TurnRecord(node, turn.text))
             finish = "tool_calls" if calls else "stop" if node.ended else "length"
@@ -478,7 +480,7 @@ def make_proxy_generate(proxy: Proxy, make_format: MakeFormat, config: RolloutCo
                     episode.node = turn.answer
         if trajectory.failure:
             raise trajectory.failure
-        if trajectory.end == "done" and (problem or not episode.turns):
+        if not trajectory.limited and (problem or not episode.turns):
             why = problem or "had no answer of the model"
             raise EnvironmentFailed(f"the agent {config.agent!r} of sample {episode.sample.id} {why}")
         return trajectory.end
