@@ -101,7 +101,7 @@ async def test_a_program_that_fails_at_a_limit_has_played_until_there(tmp_path):
 async def test_a_program_that_fails_after_an_answer_that_was_cut_has_failed(tmp_path):
     asks = "import openai; openai.OpenAI().chat.completions.create(model='m', messages=[{'role': 'user',"
     command = write(tmp_path / "agent.py", f"{asks} 'content': '?'}}]); raise SystemExit('no idea')")
-    with pytest.raises(EnvironmentFailed, match="(?s)exit code 1.*no idea"):
+    with pytest.raises(EnvironmentFailed, match=r"(?s)exit code 1.*no idea"):
         await play(command, ScriptedEngine(lambda request: ScriptedReply("x" * 300)))
 
 
