@@ -39,7 +39,7 @@ class GenerationTokenizer(ChatTokenizer, Protocol):
 
 
 def make_prompt_tokenizer(
-    tokenizer: ChatTokenizer, *, params: TemplateParams = NO_PARAMS
+    tokenizer: ChatTokenizer, *, params: TemplateParams
 ) -> Callable[[Sample], IntArray]:
     """From a sample to the token ids of its prompt in the chat template, with the tools of its
     metadata["tools"]; equal ones are tokenized once. Raises like tokenize_prompt.
@@ -74,19 +74,19 @@ def make_chat_generate(tokenizer: GenerationTokenizer, *, params: TemplateParams
         tokens = sample.tokens if done else tokenize(sample)
         if done >= sampling.max_new_tokens:
             return replace(sample, status=Status.TRUNCATED)
-        # members share their prompt, and so a prefix cache
-        affinity = "" if sample.group_index is None else f"g{sample.group_index}"
         request = GenerateRequest(
             request_id=sample.id,
             prompt_ids=tokens[: len(tokens) - done],
             sampling=sampling,
-            affinity=affinity,
+            # members share their prompt, and so a prefix cache
+            affinity="" if sample.group_index is None else f"g{sample.group_index}",
         )
         if done:
             request = ask_for_rest(request, tokens[-done:])
         completion = await engine.generate(request)
-        trains = engine.features.log_probs
-        return append_completion(sample, tokens, completion, tokenizer, done=done, trains=trains)
+        return append_completion(
+            sample, tokens, completion, tokenizer, done=done, trains=engine.features.log_probs
+        )
 
     return chat_generate
 

@@ -366,20 +366,21 @@ def classify_generate_error(error: RolloutsError) -> str:
     """The class that a failed sample is counted under. Raises `error` itself if it is not one sample's but
     everybody's.
     """
-    if isinstance(error, TrajectoryLeftOut):
-        return LEFT_OUT
-    if isinstance(error, EnvironmentFailed):
-        return "environment"
-    if isinstance(error, UserFunctionError):
-        return "generate"
-    if isinstance(error, RequestRefused | DataError):
-        return "data"
-    if isinstance(error, InfrastructureError):
-        return INFRASTRUCTURE
-    if isinstance(error, EngineError) and not isinstance(
-        error, EngineClosed | WeightVersionError | EngineSetupError | FleetDown
-    ):
-        return "engine"
+    match error:
+        case TrajectoryLeftOut():
+            return LEFT_OUT
+        case EnvironmentFailed():
+            return "environment"
+        case UserFunctionError():
+            return "generate"
+        case RequestRefused() | DataError():
+            return "data"
+        case InfrastructureError():
+            return INFRASTRUCTURE
+        case EngineClosed() | WeightVersionError() | EngineSetupError() | FleetDown():
+            raise error
+        case EngineError():
+            return "engine"
     raise error
 
 
