@@ -165,8 +165,12 @@ def measure_calibration(scores: Values) -> dict[str, float]:
             f"the scores of the reward model cannot be measured: {error}; go on from an earlier checkpoint,"
             " with a lower lr"
         ) from error
-    ece = found.expected_calibration_error
-    return {"accuracy": found.accuracy, "ece": ece, "brier": found.brier, "nll": found.nll}
+    return {
+        "accuracy": found.accuracy,
+        "ece": found.expected_calibration_error,
+        "brier": found.brier,
+        "nll": found.nll,
+    }
 
 
 def compares_with_reference(name: str) -> bool:
