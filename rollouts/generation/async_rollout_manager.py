@@ -277,9 +277,9 @@ class AsyncRolloutManager:
             for name in ("replay", "held", "unfinished")  # the first is not in states of older versions
         )
         self._ledger = Ledger(
-            drawn=int(state["next_group_index"]),
-            trained=int(counts["trained"]),
-            replayed=int(counts.get("replayed", 0)),
+            drawn=state["next_group_index"],
+            trained=counts["trained"],
+            replayed=counts.get("replayed", 0),
             replay=replay,
             dropped=Counter(counts["dropped"]) + Counter({ABORTED: len(in_flight)}),
             failed=Counter(counts["failed"]),

@@ -120,7 +120,7 @@ def append_completion(
         rollout_log_probs=np.concatenate([sample.rollout_log_probs, log_probs]),
         weight_versions=np.concatenate([sample.weight_versions, completion.weight_versions]),
         turn_rewards=np.append(sample.turn_rewards, np.zeros(count)),
-        response=str(tokenizer.decode(response.tolist(), skip_special_tokens=True)),
+        response=tokenizer.decode(response.tolist(), skip_special_tokens=True),
         status=STATUS_OF[completion.finish_reason],
     )
 

@@ -440,7 +440,7 @@ def encode_group(group: Group) -> dict[str, JSONValue]:
 
 def decode_group(record: Mapping[str, JSONValue], prompt: PromptRow) -> Group:
     """The inverse of encode_group. Raises ValueError naming the field of a sample that is wrong."""
-    group = start_group(int(record["group_index"]), prompt, len(record["members"]))
+    group = start_group(record["group_index"], prompt, len(record["members"]))
     group.decision = FilterDecision(keep=True) if record["finished"] else None
     for index, saved in enumerate(record["members"]):
         partial = None if saved["partial"] is None else Sample(**saved["partial"])

@@ -275,13 +275,14 @@ def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> Adva
     )
     rewards, _ = subtract_kl(rewards, log_probs, reference, masks, beta, trajectories=trajectories)
     parts = batch.samples[0].rewards if batch.samples else ()
-    shared = [name for name in parts if all(name in sample.rewards for sample in batch.samples)]
     return AdvantageInputs(
         rewards=rewards.astype(np.float64),
         group_indices=batch.group_indices,
         lengths=batch.response_lengths.copy(),  # the batch keeps its own, whatever a function does with this
         named_rewards={
-            name: np.asarray([sample.rewards[name] for sample in batch.samples]) for name in shared
+            name: np.asarray([sample.rewards[name] for sample in batch.samples])
+            for name in parts
+            if all(name in sample.rewards for sample in batch.samples)
         },
         reward_weights=config.rollout.reward_weights,
         samples=batch.samples,

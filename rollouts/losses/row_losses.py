@@ -215,4 +215,4 @@ def _finish(found: LinearisedLoss) -> LinearisedRows:
 
 
 def _tensor(values: Values) -> Tensor:
-    return torch.from_numpy(np.array(values, np.float64))
+    return torch.tensor(values, dtype=torch.float64)
