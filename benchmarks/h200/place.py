@@ -257,7 +257,7 @@ async def open_thread(place: Place) -> AsyncIterator[DeviceThread]:
     async with open_device_thread(
         name="benchmark", torch_threads=None if place.device == "cuda" else 1
     ) as thread:
-        await thread.submit(lambda: use_device(place.device))
+        await thread.submit(lambda: use_device(torch.device(place.device)))
         yield thread
 
 

@@ -89,8 +89,13 @@ def compute_group_advantages(
     ValueError on an unknown kind, on lengths that differ, and naming the row whose reward is not finite.
     """
     require(kind in ADVANTAGES, f"kind={kind!r} is not known; advantages are {', '.join(ADVANTAGES)}")
-    inputs = {"rewards": rewards, "group_indices": group_indices, "lengths": lengths}
-    inputs |= {"named_rewards": named_rewards or {}, "trajectories": trajectories}
+    inputs = {
+        "rewards": rewards,
+        "group_indices": group_indices,
+        "lengths": lengths,
+        "named_rewards": named_rewards or {},
+        "trajectories": trajectories,
+    }
     advantages = compute_advantages(AdvantageInputs(**inputs), ADVANTAGES[kind], **params)
     assert isinstance(advantages, np.ndarray), kind
     return advantages

@@ -127,16 +127,22 @@ def compute_gae_advantages(
     masks, (inputs, places) = inputs.loss_masks, merge_segments(inputs)
     lams = lam
     if alpha is not None:
-        lengths = [np.count_nonzero(mask) for mask in inputs.loss_masks]
-        lams = compute_length_adaptive_lambda(lengths, alpha=alpha)
+        lams = compute_length_adaptive_lambda(list(map(np.count_nonzero, inputs.loss_masks)), alpha=alpha)
     bootstrap = np.zeros(len(inputs.values))
     if bootstrap_truncated:
         require(inputs.samples, "bootstrap_truncated needs samples, whose status says which rows were cut")
         for row, (sample, mask) in enumerate(zip(inputs.samples, inputs.loss_masks, strict=True)):
             if sample.status is Status.TRUNCATED and mask.any():
                 bootstrap[row] = inputs.values[row][mask][-1]
-    given = inputs.token_rewards, inputs.values, inputs.loss_masks
-    result = compute_gae(*given, gamma=gamma, lam=lams, critic_lam=critic_lam, bootstrap_values=bootstrap)
+    result = compute_gae(
+        inputs.token_rewards,
+        inputs.values,
+        inputs.loss_masks,
+        gamma=gamma,
+        lam=lams,
+        critic_lam=critic_lam,
+        bootstrap_values=bootstrap,
+    )
     if whiten:
         result = result._replace(advantages=whiten_advantages(result.advantages, inputs.loss_masks))
     return GAEResult(*(split_segments(part, places, masks) for part in result))

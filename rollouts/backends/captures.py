@@ -15,7 +15,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import trio
@@ -98,8 +98,7 @@ def check_seen(path: Path, rank: int) -> None:
 # --- beside training ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class HeldPart:
+class HeldPart(NamedTuple):
     """One rank's copy of its part of a checkpoint."""
 
     state: HeldState

@@ -87,10 +87,13 @@ async def serve_rank(opened: OpenRanks, config: RunConfig, *, find_model: FindPa
     if begin is None:  # rank 0 had nothing to do
         return
     check_same_config(config, begin["config"])
-    find_path = partial(
-        find_directory, base_model=begin["model_path"], name=config.model.name, find_model=find_model
+    await serve_backends(
+        opened.channel,
+        opened.ranks,
+        find_path=partial(
+            find_directory, base_model=begin["model_path"], name=config.model.name, find_model=find_model
+        ),
     )
-    await serve_backends(opened.channel, opened.ranks, find_path=find_path)
 
 
 def find_directory(wanted: str, *, base_model: str, name: str, find_model: FindPath) -> Path:

@@ -4,7 +4,6 @@ one call.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import socket
@@ -33,6 +32,7 @@ from rollouts.errors import ConfigError, ModelError
 from rollouts.models.devices import use_device
 from rollouts.models.directories import ModelHead, compute_model_digests
 from rollouts.models.forward_plan import log_plan
+from rollouts.models.host_memory import read_text
 from rollouts.models.layers import checkpoint_layers
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.scalar_head import set_padding_token
@@ -104,7 +104,7 @@ async def open_trainer_thread(
     options |= {} if device_thread is None else {"threads": None, "seed": None}
     # rank 0 chooses the precision: machines may be unlike
     dtype = choose_autocast_dtype(options.get("autocast", "auto"), str(ranks.device))
-    options["autocast"] = "off" if dtype is None else "bfloat16"
+    options["autocast"] = "bfloat16" if dtype else "off"
     scalar = options.get("head") == "scalar"
     if scalar and own.get("skip_zero_advantage"):
         raise ConfigError(
@@ -115,8 +115,15 @@ async def open_trainer_thread(
 
     def open_part() -> Trainer:
         channel.phase = OPENING
-        part = {"model_path": str(model_path), "optim": own["optim"].model_dump(), "options": options}
-        channel.send({"name": "open_backend", "backend": number, **part})
+        channel.send(
+            {
+                "name": "open_backend",
+                "backend": number,
+                "model_path": str(model_path),
+                "optim": own["optim"].model_dump(),
+                "options": options,
+            }
+        )
         try:
             return open_trainer(model_path, own["optim"], options, ranks, thread.check_open)
         except AgreedFailure as failure:
@@ -162,8 +169,9 @@ async def open_pytorch_backend(
     0. Which layout of a batch is exact for the model is found out here, with a few tokens. Raises ModelError
     if the directory cannot be trained, ConfigError for settings that do not go together.
     """
-    ranks = Ranks(0, 1, 1, torch.device(device))
-    async with open_trainer_thread(model_path, NoOtherRanks(), ranks, device_thread, settings) as opened:
+    async with open_trainer_thread(
+        model_path, NoOtherRanks(), Ranks(0, 1, 1, torch.device(device)), device_thread, settings
+    ) as opened:
         trainer, thread, _, own = opened
         yield PyTorchTrainingBackend(
             trainer.model,
@@ -194,13 +202,12 @@ def open_trainer(
         torch.set_num_threads(threads or max(cores, 1))
     if ranks.mesh is not None:
         digests = run_agreed(ranks, lambda: compute_model_digests(model_path)).value
-        way_out = "copy the model directory again, so that all machines have the same files"
-        check_same(ranks, digests, way_out)
+        check_same(ranks, digests, "copy the model directory again, so that all machines have the same files")
     torch.use_deterministic_algorithms(options.get("deterministic", False))
     use_device(ranks.device)
     model = run_agreed(ranks, lambda: load_model(model_path, options, ranks)).value
     plan = plan_sharded_forward(model, ranks)
-    fields = {field.name: repr(getattr(plan, field.name)) for field in dataclasses.fields(plan)}
+    fields = {name: repr(value) for name, value in plan._asdict().items()}
     check_same(ranks, fields, "use machines with the same devices, drivers and libraries")
     if ranks.rank == 0:
         log_plan(model, plan)
@@ -228,8 +235,9 @@ def load_model(path: Path, options: TrainerOptions, ranks: Ranks) -> PreTrainedM
         checkpoint_layers(model)
     if ranks.mesh is not None:
         shard_model(model, ranks, cpu_offload=offload)
-    device = "cpu" if offload else ranks.device
-    load_sharded_weights(model, path, device=device, buffer_device=ranks.device, new_head=True)
+    load_sharded_weights(
+        model, path, device="cpu" if offload else ranks.device, buffer_device=ranks.device, new_head=True
+    )
     return model
 
 
@@ -268,18 +276,11 @@ def choose_autocast_dtype(autocast: Autocast, device: str) -> torch.dtype | None
     """bfloat16 or None for float32. auto: bfloat16 on a GPU that has it and on a CPU that multiplies it
     natively; elsewhere it is slower.
     """
-    native = autocast == "bfloat16"
-    if autocast == "auto" and torch.device(device).type == "cuda":
+    if autocast != "auto":
+        native = autocast == "bfloat16"
+    elif torch.device(device).type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif autocast == "auto":
-        native = cpu_multiplies_bfloat16()
+    else:
+        flags = read_text(Path("/proc/cpuinfo"))
+        native = "avx512_bf16" in flags or "amx_bf16" in flags  # instructions that multiply it
     return torch.bfloat16 if native else None
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions that multiply bfloat16 (AVX-512 BF16 or AMX)."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -166,8 +166,11 @@ class RankedTrainingBackend:
         computed (padding included), batches by layout; and the device thread's queue.
         """
         counts = self._steps.counts
-        counted = {name: float(counts[name]) for name in (*COUNTS, *counts)}
-        return {"steps": float(self._steps.steps), **counted, **self.device_thread.statistics()}
+        return {
+            "steps": float(self._steps.steps),
+            **{name: float(counts[name]) for name in (*COUNTS, *counts)},
+            **self.device_thread.statistics(),
+        }
 
     def interrupt(self) -> None:
         """forward_backward and forward queued so far end at their next micro-batch, with StepInterrupted.
@@ -226,8 +229,11 @@ class RankedTrainingBackend:
             ranks=self.ranks.world_size,
         )
         portions, counts = prepared.portions, self._steps.counts
-        whole = spec, prepared.denominator, prepared.expected_count
-        result = self._together(name, [Share(tuple(mine), batch.temperature, *whole) for mine in portions])
+        shares = [
+            Share(tuple(mine), batch.temperature, spec, prepared.denominator, prepared.expected_count)
+            for mine in portions
+        ]
+        result = self._together(name, shares)
         counts[f"batches_as_{prepared.layout}"] += 1
         if spec is not None:
             computed = (portion.micro_batch.computed_tokens for mine in portions for portion in mine)
@@ -344,8 +350,7 @@ class RankedTrainingBackend:
         """Writes the model directory and, in `state/`, everything an exact resume needs; each rank writes
         about as much, and none holds the whole. Not atomic: see rollouts.checkpoints.save.
         """
-        position = self._steps.position(self._version)
-        self._together("save", (position, self._tokenizer), path=str(path))
+        self._together("save", (self._steps.position(self._version), self._tokenizer), path=str(path))
 
     @queued
     def capture(self) -> HeldCheckpoint | None:
@@ -362,7 +367,7 @@ class RankedTrainingBackend:
 
     def state_bytes(self) -> int:
         """Size of what save() writes, on all ranks together: parameters and AdamW's two moments."""
-        return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+        return 3 * sum(parameter.nbytes for parameter in self.model.parameters())
 
     @queued
     def load(self, path: Path) -> None:

@@ -38,12 +38,11 @@ def save_training(
     Raises CheckpointError if the step is saved already; StorageError.
     """
     ranks = Ranks(0, 1, 1, find_device(model))
-    position = Position(step, 0, step)
 
     async def write_model(folder: Path) -> None:
         for name, one in {"": model, **beside}.items():
             save_hf_model(one, folder / name, tokenizer)
-        hold_state(model, optimizer, position, ranks, copied=False).write(folder)
+        hold_state(model, optimizer, Position(step, 0, step), ranks, copied=False).write(folder)
 
     path = RunDir(directory).checkpoint(STAGE, step)
     trio.run(partial(save_checkpoint, path, write_model=write_model, state=state, stage=STAGE, step=step))

@@ -10,7 +10,6 @@ costs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Portion:
+class Portion(NamedTuple):
     """A micro-batch with what its loss needs to know of its rows."""
 
     micro_batch: MicroBatch
@@ -37,8 +35,7 @@ class Portion:
     counts: bool = True  # False: work without weight, for a rank that would have none in this round
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Share:
+class Share(NamedTuple):
     """What one rank computes of a batch: as many portions as every other rank."""
 
     portions: tuple[Portion, ...]
@@ -126,8 +123,7 @@ def deal_portions(
         compute_cost(portion.micro_batch, micro_batch_cost=micro_batch_cost, attention_cost=attention_cost)
         for portion in portions
     ]
-    smallest = portions[int(np.argmin(costs))]
-    idle = replace(smallest, counts=False)
+    idle = portions[int(np.argmin(costs))]._replace(counts=False)
     return [
         [idle if index is None else portions[index] for index in mine] for mine in deal_rounds(costs, ranks)
     ]

@@ -251,11 +251,11 @@ def read_state(checkpoint: Path, model: PreTrainedModel, ranks: Ranks) -> Loaded
                 " checkpoint"
             )
         parameter = parameters[name]
-        # fused AdamW wants the step on the parameter's device
-        state = {STEP: read_step(files, name).to(get_local(parameter).device)}
-        for kind in MOMENTS:
-            state[kind] = read_rows(files, f"{kind}/{name}", parameter)
-        states[parameter] = state
+        states[parameter] = {
+            # fused AdamW wants the step on the parameter's device
+            STEP: read_step(files, name).to(get_local(parameter).device),
+            **{kind: read_rows(files, f"{kind}/{name}", parameter) for kind in MOMENTS},
+        }
     return LoadedState(position, states, random_states)
 
 
@@ -322,9 +322,14 @@ def read_rows(files: Sequence[OptimizerFile], key: str, parameter: Tensor) -> Te
     part = (torch.cat(parts) if parts else torch.empty_like(local)).to(local.device)
     if not isinstance(parameter, DTensor):
         return part
-    layout = {"shape": parameter.shape, "stride": parameter.stride()}
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, **layout)
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def read_random_states(files: Sequence[OptimizerFile], rank: int, device: torch.device) -> dict[str, Tensor]:

@@ -171,12 +171,11 @@ def check_token_ids(batch: RolloutBatch, vocab_size: int) -> None:
 # --- losses -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ComputedLoss:
+class ComputedLoss(NamedTuple):
     """The loss of one micro-batch."""
 
     sum: Tensor
-    count: float
+    count: float  # pyright: ignore[reportIncompatibleMethodOverride]
     metrics: Metrics  # the loss's own, and the mean entropy of its trained tokens where the model has one
     trace: TokenTrace | None = None  # where the LossSpec asks for it
 
@@ -208,11 +207,9 @@ def call_loss(loss_fn: LossFn, inputs: LossInputs, spec: LossSpec) -> LossOutput
 def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: LossSpec) -> ComputedLoss:
     """The loss of one micro-batch. Raises BackendError if the sum has no gradient."""
     micro_batch, device = portion.micro_batch, flat.log_probs.device
-    pairs = torch.from_numpy(micro_batch.token_pairs).to(device)
-    place = (
-        torch.from_numpy(micro_batch.token_rows).to(device),
-        torch.from_numpy(micro_batch.token_positions).to(device),
-    )
+    indices = (micro_batch.token_pairs, micro_batch.token_rows, micro_batch.token_positions)
+    pairs, rows, positions = (torch.from_numpy(index).to(device) for index in indices)
+    place = rows, positions
     shape = len(micro_batch.rows), portion.width
 
     def spread(values: Tensor) -> Tensor:
@@ -240,8 +237,7 @@ def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: Lo
         )
     metrics = output.metrics
     if entropy is not None:
-        mean = Mean(float(entropy.detach().sum()), float(len(entropy)))
-        metrics = {"entropy/mean": mean, **metrics}
+        metrics = {"entropy/mean": Mean(float(entropy.detach().sum()), float(len(entropy))), **metrics}
     trace = TokenTrace(log_probs, weights[-1] if weights else None, place) if spec.per_token else None
     return ComputedLoss(output.sum, float(output.count), metrics, trace)
 
@@ -272,8 +268,9 @@ class OptimizerSteps:
             )
         if params is not None:
             return params
-        lr = compute_lr(self.steps, self._total_steps, self._optim)
-        return OptimParams(lr=lr, max_grad_norm=self._optim.max_grad_norm)
+        return OptimParams(
+            lr=compute_lr(self.steps, self._total_steps, self._optim), max_grad_norm=self._optim.max_grad_norm
+        )
 
     def finish_step(
         self, lr: float, grad_norm: float | None, *, clipped: bool = False, skipped: str | None = None

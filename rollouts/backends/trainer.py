@@ -16,7 +16,6 @@ order after a failure. A model that is not divided runs as it is.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -137,7 +136,7 @@ def plan_sharded_forward(model: PreTrainedModel, ranks: Ranks) -> ForwardPlan:
     finally:
         discard_iteration(model)
     own = plan.head == "own" and isinstance(model, FSDPModule)
-    return dataclasses.replace(plan, head="whole") if own else plan
+    return plan._replace(head="whole") if own else plan
 
 
 def discard_iteration(model: torch.nn.Module) -> None:
@@ -236,7 +235,7 @@ class Trainer:
         spec = share.spec
         assert spec is not None
         loss_fn = run_agreed(self.ranks, lambda: resolve_loss(spec.name)).value
-        total, count = 0.0, 0.0
+        total = count = 0.0
         metrics: list[Metrics] = []
         traces: list[Tensor] = []
         for number, portion in enumerate(share.portions):
@@ -259,11 +258,12 @@ class Trainer:
         reshard(self.model)
         expected = share.expected_count
         if not math.isclose(count, expected, rel_tol=1e-6):  # on all ranks or on none
-            wrong = DenominatorMismatch(
-                f"loss {spec.name!r} counted {count:g} {spec.unit} where the batch has {expected:g}; its"
-                " count must be that of its unit"
+            raise AgreedFailure(
+                DenominatorMismatch(
+                    f"loss {spec.name!r} counted {count:g} {spec.unit} where the batch has {expected:g}; its"
+                    " count must be that of its unit"
+                )
             )
-            raise AgreedFailure(wrong)
 
         def encode() -> bytes:
             mine = {
@@ -273,17 +273,17 @@ class Trainer:
             arrays = [np.zeros((3, 0), np.float32), *(trace.cpu().numpy() for trace in traces)]
             return msgspec.msgpack.encode((mine, np.concatenate(arrays, axis=1).tobytes()))
 
-        def merge() -> Metrics:
-            return merge_metrics(
+        encoded = run_agreed(self.ranks, encode).value
+        parts = [msgspec.msgpack.decode(part) for part in all_gather_bytes(self.ranks, encoded)]
+        merged = run_agreed(
+            self.ranks,
+            lambda: merge_metrics(
                 [
                     {name: METRIC_KINDS[kind](*values) for name, (kind, *values) in theirs.items()}
                     for theirs, _ in parts
                 ]
-            )
-
-        encoded = all_gather_bytes(self.ranks, run_agreed(self.ranks, encode).value)
-        parts = [msgspec.msgpack.decode(part) for part in encoded]
-        merged = run_agreed(self.ranks, merge).value
+            ),
+        ).value
         return ShareResult(
             total, merged, [np.frombuffer(block, np.float32).reshape(3, -1) for _, block in parts]
         )
@@ -308,11 +308,10 @@ class Trainer:
         if self.ranks.world_size == 1:
             assert shares is not None
             return shares[0]
-
-        def encode() -> list[bytes] | None:
-            return None if shares is None else [encode_share(share) for share in shares]
-
-        return decode_share(scatter_bytes(self.ranks, run_agreed(self.ranks, encode).value))
+        encoded = run_agreed(
+            self.ranks, lambda: None if shares is None else [encode_share(share) for share in shares]
+        )
+        return decode_share(scatter_bytes(self.ranks, encoded.value))
 
     def _compute_outputs(self, portion: Portion, share: Share) -> TokenOutputs:
         spec, plan = share.spec, self.find_plan()
@@ -375,8 +374,9 @@ class Trainer:
         """
         reshard(self.model)
         self._held = None  # its memory is free for the next one
-        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
-        weights = {weight: get_local(weight).clone() for weight in trained}
+        weights = {
+            weight: get_local(weight).clone() for weight in self.model.parameters() if weight.requires_grad
+        }
         self._held = weights, copy.deepcopy(self.optimizer.state_dict())
 
     def revert(self, _: None) -> None:

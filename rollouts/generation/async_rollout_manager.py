@@ -108,7 +108,7 @@ class AsyncRolloutManager:
                 f"sampling.top_p={sampling.top_p}, top_k={sampling.top_k}; the trainer computes log-probs"
                 " over the whole vocabulary, so training samples need top_p=1 and top_k=0"
             )
-        assert max_staleness == 0 or (max_staleness > 0 and ranker is None), (max_staleness, ranker)
+        assert max_staleness >= 0 and not (max_staleness and ranker), (max_staleness, ranker)
         self._data_buffer = data_buffer
         self._config = config
         self._policy_version = policy_version
@@ -277,9 +277,9 @@ class AsyncRolloutManager:
             for name in ("replay", "held", "unfinished")  # the first is not in states of older versions
         )
         self._ledger = Ledger(
-            drawn=int(state["next_group_index"]),
-            trained=int(counts["trained"]),
-            replayed=int(counts.get("replayed", 0)),
+            drawn=state["next_group_index"],
+            trained=counts["trained"],
+            replayed=counts.get("replayed", 0),
             replay=replay,
             dropped=Counter(counts["dropped"]) + Counter({ABORTED: len(in_flight)}),
             failed=Counter(counts["failed"]),

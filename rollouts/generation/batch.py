@@ -94,8 +94,7 @@ def compute_trajectory_metrics(trajectories: Sequence[Sequence[Sample]]) -> dict
         "trajectories/turns/max": Max(max(turns)),
         "trajectories/segments/mean": _mean(map(len, played)),
         "perf/waiting_frac": Mean(
-            float(sum(record["time/tools"] for record in records)),
-            float(sum(record["time/all"] for record in records)),
+            sum(record["time/tools"] for record in records), sum(record["time/all"] for record in records)
         ),
         "trajectories/restarts": Total(sum(record["restarts"] for record in records)),
         "trajectories/resumed": Total(sum(record["resumed"] for record in records)),
@@ -110,5 +109,5 @@ def metric_segment(name: str) -> str:
 
 
 def _mean(values: Iterable[float]) -> Mean:
-    numbers = [float(value) for value in values]
-    return Mean(float(np.sum(numbers)), len(numbers))
+    numbers = np.fromiter(values, float)
+    return Mean(float(numbers.sum()), len(numbers))

@@ -99,6 +99,7 @@ class Collector:
         self._max_staleness = max_staleness
         # groups; 10 * 1.1 is a little more than 11
         self._at_once = math.ceil(config.num_prompts * config.over_sampling - 1e-9)
+        self._draw_limit = config.num_prompts * config.max_attempts  # groups of one batch
         self._policy_version = policy_version
         self._plan = plan._replace(
             policy_version=policy_version,
@@ -251,11 +252,6 @@ class Collector:
         reach("rollout.drawn")
         self._launch(nursery, opened)
 
-    @property
-    def _draw_limit(self) -> int:
-        """Groups that may be drawn for one batch."""
-        return self._config.num_prompts * self._config.max_attempts
-
     def _find_room(self) -> int:
         if self._pace is None:
             return (
@@ -334,8 +330,9 @@ class Collector:
         # else the first failure would be a share of 1
         seen = max(len(self._decided), config.num_prompts) * config.samples_per_prompt
         # max_attempts alone bounds those of engines and of limits
-        unbounded = (INFRASTRUCTURE, LEFT_OUT)
-        failed = [sample for sample in self._failed if failure_class_of(sample) not in unbounded]
+        failed = [
+            sample for sample in self._failed if failure_class_of(sample) not in (INFRASTRUCTURE, LEFT_OUT)
+        ]
         if len(failed) > config.max_failed_fraction * seen:
             raise NotEnoughSamples(
                 f"{len(failed)} of {seen} samples failed ({_count_text(map(failure_class_of, failed))}), more"

@@ -39,7 +39,7 @@ class GenerationTokenizer(ChatTokenizer, Protocol):
 
 
 def make_prompt_tokenizer(
-    tokenizer: ChatTokenizer, *, params: TemplateParams = NO_PARAMS
+    tokenizer: ChatTokenizer, *, params: TemplateParams
 ) -> Callable[[Sample], IntArray]:
     """From a sample to the token ids of its prompt in the chat template, with the tools of its
     metadata["tools"]; equal ones are tokenized once. Raises like tokenize_prompt.
@@ -74,19 +74,19 @@ def make_chat_generate(tokenizer: GenerationTokenizer, *, params: TemplateParams
         tokens = sample.tokens if done else tokenize(sample)
         if done >= sampling.max_new_tokens:
             return replace(sample, status=Status.TRUNCATED)
-        # members share their prompt, and so a prefix cache
-        affinity = "" if sample.group_index is None else f"g{sample.group_index}"
         request = GenerateRequest(
             request_id=sample.id,
             prompt_ids=tokens[: len(tokens) - done],
             sampling=sampling,
-            affinity=affinity,
+            # members share their prompt, and so a prefix cache
+            affinity="" if sample.group_index is None else f"g{sample.group_index}",
         )
         if done:
             request = ask_for_rest(request, tokens[-done:])
         completion = await engine.generate(request)
-        trains = engine.features.log_probs
-        return append_completion(sample, tokens, completion, tokenizer, done=done, trains=trains)
+        return append_completion(
+            sample, tokens, completion, tokenizer, done=done, trains=engine.features.log_probs
+        )
 
     return chat_generate
 
@@ -120,7 +120,7 @@ def append_completion(
         rollout_log_probs=np.concatenate([sample.rollout_log_probs, log_probs]),
         weight_versions=np.concatenate([sample.weight_versions, completion.weight_versions]),
         turn_rewards=np.append(sample.turn_rewards, np.zeros(count)),
-        response=str(tokenizer.decode(response.tolist(), skip_special_tokens=True)),
+        response=tokenizer.decode(response.tolist(), skip_special_tokens=True),
         status=STATUS_OF[completion.finish_reason],
     )
 

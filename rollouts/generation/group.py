@@ -366,20 +366,21 @@ def classify_generate_error(error: RolloutsError) -> str:
     """The class that a failed sample is counted under. Raises `error` itself if it is not one sample's but
     everybody's.
     """
-    if isinstance(error, TrajectoryLeftOut):
-        return LEFT_OUT
-    if isinstance(error, EnvironmentFailed):
-        return "environment"
-    if isinstance(error, UserFunctionError):
-        return "generate"
-    if isinstance(error, RequestRefused | DataError):
-        return "data"
-    if isinstance(error, InfrastructureError):
-        return INFRASTRUCTURE
-    if isinstance(error, EngineError) and not isinstance(
-        error, EngineClosed | WeightVersionError | EngineSetupError | FleetDown
-    ):
-        return "engine"
+    match error:
+        case TrajectoryLeftOut():
+            return LEFT_OUT
+        case EnvironmentFailed():
+            return "environment"
+        case UserFunctionError():
+            return "generate"
+        case RequestRefused() | DataError():
+            return "data"
+        case InfrastructureError():
+            return INFRASTRUCTURE
+        case EngineClosed() | WeightVersionError() | EngineSetupError() | FleetDown():
+            raise error
+        case EngineError():
+            return "engine"
     raise error
 
 
@@ -439,7 +440,7 @@ def encode_group(group: Group) -> dict[str, JSONValue]:
 
 def decode_group(record: Mapping[str, JSONValue], prompt: PromptRow) -> Group:
     """The inverse of encode_group. Raises ValueError naming the field of a sample that is wrong."""
-    group = start_group(int(record["group_index"]), prompt, len(record["members"]))
+    group = start_group(record["group_index"], prompt, len(record["members"]))
     group.decision = FilterDecision(keep=True) if record["finished"] else None
     for index, saved in enumerate(record["members"]):
         partial = None if saved["partial"] is None else Sample(**saved["partial"])

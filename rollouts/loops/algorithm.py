@@ -105,8 +105,9 @@ def schedule_kl_coef(first: float, named: Sequence[AlgorithmChange], step: int) 
     if not last.kl_ramp_steps:
         return last.kl_coef
     before = schedule_kl_coef(first, named[:-1], begin)
-    end = begin + last.kl_ramp_steps
-    return interpolate_linear(step, first=before, last=last.kl_coef, begin=begin, end=end)
+    return interpolate_linear(
+        step, first=before, last=last.kl_coef, begin=begin, end=begin + last.kl_ramp_steps
+    )
 
 
 # --- the controller -----------------------------------------------------------------------------------------

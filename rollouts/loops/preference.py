@@ -154,15 +154,14 @@ async def score_samples(
     """
     found, count = list(samples), count_rows(config)
     places = [place for place, sample in enumerate(found) if sample.ref_log_probs is None]
-    if places and reference is None:
-        raise ConfigError(
-            f"preference.loss={config.loss!r} compares with a reference model; pass reference=, or samples"
-            " that it has scored"
-        )
     for begin in range(0, len(places), config.batch_size):
+        if reference is None:
+            raise ConfigError(
+                f"preference.loss={config.loss!r} compares with a reference model; pass reference=, or"
+                " samples that it has scored"
+            )
         chunk = places[begin : begin + config.batch_size]
         batch = make_preference_batch([found[place] for place in chunk], rows_per_sample=count)
-        assert reference is not None
         sums = sum_rows(await reference.score(batch)).reshape(-1, count)
         for place, values in zip(chunk, sums.tolist(), strict=True):
             found[place] = found[place]._replace(ref_log_probs=tuple(values))

@@ -270,7 +270,7 @@ def training_metrics(
     if results:
         metrics |= last_pass_metrics(results, config.minibatches) | work_metrics([*critic_results, *results])
     elif batch.group_indices is not None:  # without a pair no update is made
-        metrics["groups/unpaired"] = float(len(set(batch.group_indices.tolist())))
+        metrics["groups/unpaired"] = float(len(np.unique(batch.group_indices)))
     if batch.ref_log_probs is not None:
         metrics["kl/coef"] = algorithm.settings.kl_coef
     if config.changes:

@@ -88,8 +88,7 @@ async def score_told(
                     raise ValueError(f"prompt and response have {len(tokens)} tokens, the context {limit}")
                 told[sample.id] = tokens, np.append(np.zeros(len(ids), np.bool_), sample.loss_mask[begin:])
 
-    setting = "rl.distillation.context, which gives a prompt or None for each sample,"
-    ask_groups(batch.samples, tell, setting)
+    ask_groups(batch.samples, tell, "rl.distillation.context, which gives a prompt or None for each sample,")
     found = list(batch.old_log_probs or batch.rollout_log_probs or ())
     if told:
         tokens, masks = zip(*told.values(), strict=True)
@@ -112,7 +111,7 @@ def compute_lags(batch: RolloutBatch, policy_version: int) -> FloatArray:
     assert batch.weight_versions is not None
     rows = zip(batch.weight_versions, batch.loss_masks, strict=True)
     return np.asarray(
-        [policy_version - int(versions[mask].min()) if mask.any() else 0 for versions, mask in rows],
+        [policy_version - versions[mask].min() if mask.any() else 0 for versions, mask in rows],
         np.float32,
     )
 
@@ -201,8 +200,11 @@ def add_advantages(
     else:
         advantages = advantages[np.unique(trajectories, return_index=True)[1]]
     advantages = np.asarray(advantages, np.float64)  # the sum of float32's largest numbers is finite too
-    metrics["advantage/abs_mean"] = float(np.abs(advantages).mean())
-    metrics |= {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}
+    metrics |= {
+        "advantage/abs_mean": float(np.abs(advantages).mean()),
+        "advantage/mean": float(advantages.mean()),
+        "advantage/std": float(advantages.std()),
+    }
     means = np.where(batch.response_lengths, means, np.float32(0.0))
     return replace(batch, advantages=tokens, mean_advantages=means, returns=returns), metrics
 
@@ -213,20 +215,17 @@ def leave_out_cut(batch: RolloutBatch, *, truncated: bool) -> RolloutBatch:
     tokens or sequences.
     """
     numbers = find_trajectories(batch).tolist()
-    ends = dict(zip(numbers, batch.samples, strict=True))
-    kept = np.asarray([trains(ends[number], truncated=truncated) for number in numbers])
+    trains: dict[int, bool] = {}  # by trajectory, as its last segment says
+    for number, end in zip(numbers, batch.samples, strict=True):
+        record = end.metadata.get(TRAJECTORY, {})
+        trains[number] = record.get("trains", True) and not (truncated and end.status is Status.TRUNCATED)
+    kept = np.asarray([trains[number] for number in numbers])
     if kept.all():
         return batch
     masks = tuple(mask & keep for mask, keep in zip(batch.loss_masks, kept, strict=True))
     assert batch.mean_advantages is not None
     means = np.where(kept, batch.mean_advantages, np.float32(0.0))
     return replace(batch, loss_masks=masks, mean_advantages=means)
-
-
-def trains(end: Sample, *, truncated: bool) -> bool:
-    """Whether a trajectory trains, by its last segment."""
-    record = end.metadata.get(TRAJECTORY, {})
-    return record.get("trains", True) and not (truncated and end.status is Status.TRUNCATED)
 
 
 def compute_taught(batch: RolloutBatch, config: DistillationConfig) -> tuple[FloatRows, dict[str, float]]:
@@ -276,13 +275,14 @@ def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> Adva
     )
     rewards, _ = subtract_kl(rewards, log_probs, reference, masks, beta, trajectories=trajectories)
     parts = batch.samples[0].rewards if batch.samples else ()
-    shared = [name for name in parts if all(name in sample.rewards for sample in batch.samples)]
     return AdvantageInputs(
         rewards=rewards.astype(np.float64),
         group_indices=batch.group_indices,
         lengths=batch.response_lengths.copy(),  # the batch keeps its own, whatever a function does with this
         named_rewards={
-            name: np.asarray([sample.rewards[name] for sample in batch.samples]) for name in shared
+            name: np.asarray([sample.rewards[name] for sample in batch.samples])
+            for name in parts
+            if all(name in sample.rewards for sample in batch.samples)
         },
         reward_weights=config.rollout.reward_weights,
         samples=batch.samples,

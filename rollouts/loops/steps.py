@@ -106,9 +106,13 @@ async def run_batch_steps(
                 metrics = step_metrics(*result) | timer.metrics() | work_metrics([result])
                 trained_tokens = float(prepared.batch.response_lengths.sum())
                 metrics["perf/trained_tokens_per_s"] = trained_tokens / timer.seconds("train")
-                updates = record_updates(f"{stage} step {step}", [prepared.batch], [result])
                 await metrics_logger.log_step(
-                    stage, step, step - 1, metrics, updates=updates, spans=timer.spans()
+                    stage,
+                    step,
+                    step - 1,
+                    metrics,
+                    updates=record_updates(f"{stage} step {step}", [prepared.batch], [result]),
+                    spans=timer.spans(),
                 )
                 history.append(metrics)
     return history

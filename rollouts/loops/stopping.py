@@ -109,9 +109,7 @@ async def end_overdue(stop: Stop, *, end_process: Callable[[], None] = exit_now)
     end_process()
 
 
-async def end_unconnected(
-    stop: Stop, scope: trio.CancelScope, *, end_process: Callable[[], None] = exit_now
-) -> None:
+async def end_unconnected(stop: Stop, scope: trio.CancelScope) -> None:
     """Ends the process CONNECT_S after a stop was requested, unless `scope` was cancelled before because the
     ranks are connected. Waiting for ranks cannot be cancelled, and one that has died never comes.
     """
@@ -119,4 +117,4 @@ async def end_unconnected(
         await stop.wait_requested()
         await trio.sleep(CONNECT_S)
         stop.say("stopped while the other ranks were awaited; nothing was trained")
-        end_process()
+        exit_now()

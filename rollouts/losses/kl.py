@@ -93,8 +93,9 @@ def compute_kl_penalty(
     if isinstance(estimator, str):
         if estimator in KL_ESTIMATORS:
             both = compute_log_ratio(*both), torch.zeros_like(ref_log_probs)
-        takes = "(policy_log_probs, ref_log_probs)"
-        estimator = find_function("kl_estimator", estimator, KL_ESTIMATORS, takes=takes)
+        estimator = find_function(
+            "kl_estimator", estimator, KL_ESTIMATORS, takes="(policy_log_probs, ref_log_probs)"
+        )
     found = estimator(*both)
     if sampler_log_probs is None:
         return found

@@ -236,8 +236,12 @@ def resolve_preference_loss(name: str | PreferenceLoss) -> PreferenceLoss:
         raise ConfigError(
             f"preference loss {name!r} is not known; did you mean {ours!r}? So is TRL's named here"
         )
-    takes = "fields of rollouts.losses.preference_losses.PairLogProbs"
-    return find_function("preference loss", name, PREFERENCE_LOSSES, takes=takes)
+    return find_function(
+        "preference loss",
+        name,
+        PREFERENCE_LOSSES,
+        takes="fields of rollouts.losses.preference_losses.PairLogProbs",
+    )
 
 
 def compute_preference_loss(pairs: PairLogProbs, loss: str | PreferenceLoss, **params: Any) -> LossOutput:

@@ -165,8 +165,12 @@ def measure_calibration(scores: Values) -> dict[str, float]:
             f"the scores of the reward model cannot be measured: {error}; go on from an earlier checkpoint,"
             " with a lower lr"
         ) from error
-    ece = found.expected_calibration_error
-    return {"accuracy": found.accuracy, "ece": ece, "brier": found.brier, "nll": found.nll}
+    return {
+        "accuracy": found.accuracy,
+        "ece": found.expected_calibration_error,
+        "brier": found.brier,
+        "nll": found.nll,
+    }
 
 
 def compares_with_reference(name: str) -> bool:
@@ -211,4 +215,4 @@ def _finish(found: LinearisedLoss) -> LinearisedRows:
 
 
 def _tensor(values: Values) -> Tensor:
-    return torch.from_numpy(np.array(values, np.float64))
+    return torch.tensor(values, dtype=torch.float64)

@@ -58,13 +58,12 @@ def read_free_gpu_memory(
         ) from error
 
 
-def use_device(device: torch.device | str) -> None:
+def use_device(device: torch.device) -> None:
     """Makes a GPU that `device` names by number the current one of this thread: compiled programs, NCCL and
     events take that.
     """
-    place = torch.device(device)
-    if place.type == "cuda" and place.index is not None:  # pragma: gpu
-        torch.cuda.set_device(place)
+    if device.type == "cuda" and device.index is not None:  # pragma: gpu
+        torch.cuda.set_device(device)
 
 
 def describe_device(device: str) -> str:

@@ -140,8 +140,8 @@ class ShardWriter:
             if shard and (shard.nbytes + own.nbytes > self.shard_bytes or not shard.has_room(name)):
                 self._finish(dtype)
             if dtype not in self._open:
-                file = name_shard(self.prefix, len(self.shards) + len(self._open) + 1)
-                self._open[dtype] = TensorFile(self.folder / file, header_bytes=HEADER_BYTES)
+                path = self.folder / name_shard(self.prefix, len(self.shards) + len(self._open) + 1)
+                self._open[dtype] = TensorFile(path, header_bytes=HEADER_BYTES)
             self._open[dtype].append(name, own)
 
     def close(self) -> None:
@@ -200,8 +200,7 @@ def open_part(path: Path, names: FileNames, rank: int) -> ShardWriter:
 
     Its files are synced where rank 0 will not do it: another machine's memory may hold the bytes back.
     """
-    on_shard = fsync_path if rank else lambda _: None
-    return ShardWriter(path, names, prefix=f"{PART}{rank}", on_shard=on_shard)
+    return ShardWriter(path, names, prefix=f"{PART}{rank}", on_shard=fsync_path if rank else lambda _: None)
 
 
 def name_parts(path: Path, counts: Sequence[int]) -> None:
@@ -243,12 +242,11 @@ class FileNames:
         self._held: dict[str, Tensor] = {}
         self._buffers: list[tuple[str, Tensor]] = []  # which no stream brings, until they have come
         if model is not None:
-            own = model
             weights, _ = list_weights(model)
-            parameters, ignored = dict(model.named_parameters()), own._keys_to_ignore_on_save or ()
+            parameters, ignored = dict(model.named_parameters()), model._keys_to_ignore_on_save or ()
             self._buffers = [(n, one) for n, one in weights.items() if n not in {*parameters, *ignored}]
             # the names that transformers leaves out of files, and those that it writes
-            self._in_files = {name: own.all_tied_weights_keys.get(name, name) for name in parameters}
+            self._in_files = {name: model.all_tied_weights_keys.get(name, name) for name in parameters}
             self._in_files |= {name: name for name, _ in self._buffers}
             for unit in find_units(model, self._in_files):
                 self.units |= dict.fromkeys(unit, unit)

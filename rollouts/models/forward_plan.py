@@ -16,7 +16,6 @@ import logging
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,12 +108,12 @@ class _Probe:
     def plan(self) -> ForwardPlan:
         expected = self._score_plainly()
         self._check_causal()
-        plan = replace(self._choose_head(expected), rotary=find_rotary_limit(self.config))
+        plan = self._choose_head(expected)._replace(rotary=find_rotary_limit(self.config))
         if reason := self._refuse_rows(expected, plan):
-            return replace(plan, reason=f"padded rows are not exact: {reason}")
+            return plan._replace(reason=f"padded rows are not exact: {reason}")
         if reason := self._refuse_packed(expected, plan):
-            return replace(plan, layout="rows", reason=f"packed rows are not exact: {reason}")
-        return replace(plan, layout="packed")
+            return plan._replace(layout="rows", reason=f"packed rows are not exact: {reason}")
+        return plan._replace(layout="packed")
 
     # --- the plain forward
 
@@ -139,8 +138,9 @@ class _Probe:
         if not self.scalar:
             return widen(self.model(input_ids=ids, use_cache=False).logits[0])
         seen: list[Tensor] = []
-        head = self.model.get_submodule(HEAD)
-        hook = head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+        hook = self.model.get_submodule(HEAD).register_forward_pre_hook(
+            lambda module, inputs: seen.append(inputs[0])
+        )
         try:
             self.model(input_ids=ids, use_cache=False)
         finally:
@@ -189,13 +189,13 @@ class _Probe:
             scale *= value**power if isinstance(value, int | float) and value > 0 else 1.0
         plan = ForwardPlan(head="scalar") if self.scalar else ForwardPlan(logit_scale=scale)
         reason = self._find_difference(expected, plan)
-        if reason and self.scalar:
+        if not reason:
+            return plan
+        if self.scalar:
             raise ModelError(
                 f"{type(self.model).__name__} puts its head on something else than its decoder's hidden"
                 f" states ({reason}); use a Llama, Qwen or Gemma"
             )
-        if not reason:
-            return plan
         own = ForwardPlan(head="own")
         return ForwardPlan(head="whole") if self._find_difference(expected, own) else own
 
@@ -204,11 +204,11 @@ class _Probe:
         for key, value in sorted(self.config.to_dict().items()):
             if "capacity" in key and value:
                 return f"{key}={value}: experts drop tokens by the batch"
-        return self._find_difference(expected, replace(plan, layout="rows"))
+        return self._find_difference(expected, plan._replace(layout="rows"))
 
     def _refuse_packed(self, expected: Tensor, plan: ForwardPlan) -> str:
         """Why packed rows are not exact, or ""."""
-        plan = replace(plan, layout="packed", tile=SMALL_TILE)
+        plan = plan._replace(layout="packed", tile=SMALL_TILE)
         attention = getattr(self.config, "_attn_implementation", None)
         if attention != "sdpa":
             return f"they need the attention 'sdpa', and this model runs with {attention!r}"

@@ -16,7 +16,7 @@ def read_free_memory(root: Path = Path("/")) -> int | None:
     """
     machine = _read_numbers(root / "proc/meminfo").get("MemAvailable:")
     found = [] if machine is None else [machine * 1024]
-    for line in _read_text(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -25,7 +25,7 @@ def read_free_memory(root: Path = Path("/")) -> int | None:
         inner = PurePosixPath(path.strip("/"))
         for place in (inner, *inner.parents):
             group = root / "sys/fs/cgroup" / folder / place
-            limit, used = (_read_text(group / name).strip() for name in (limit_file, used_file))
+            limit, used = (read_text(group / name).strip() for name in (limit_file, used_file))
             if limit.isdecimal() and used.isdecimal():  # not "max", and not missing
                 cached = _read_numbers(group / "memory.stat").get(cached_line, 0)
                 found.append(max(0, int(limit) - max(0, int(used) - cached)))
@@ -34,11 +34,11 @@ def read_free_memory(root: Path = Path("/")) -> int | None:
 
 def _read_numbers(path: Path) -> dict[str, int]:
     """Of lines that are a name and a number."""
-    rows = [line.split() for line in _read_text(path).splitlines()]
+    rows = [line.split() for line in read_text(path).splitlines()]
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:  # another system, or a group that is gone: nothing is known from there

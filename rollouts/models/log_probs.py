@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -33,8 +32,7 @@ Head = Literal["linear", "own", "whole", "scalar"]
 OWN_TILE = 16 * 2**20  # logits that a model's own head computes at a time: 64 MiB
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardPlan:
+class ForwardPlan(NamedTuple):
     """Which shortcuts give this model's exact log-probs.
 
     Layouts. packed: one packed row without padding, whose attention computes what is visible (see
@@ -69,8 +67,11 @@ class ForwardPlan:
 
 def plan_plainly(model: PreTrainedModel) -> ForwardPlan:
     """No shortcut but padding: exact for every causal model, without trying anything out; B·T·V logits."""
-    head = "scalar" if has_scalar_head(model) else "whole"
-    return ForwardPlan(head=head, layout="rows", rotary=find_rotary_limit(model.config))
+    return ForwardPlan(
+        head="scalar" if has_scalar_head(model) else "whole",
+        layout="rows",
+        rotary=find_rotary_limit(model.config),
+    )
 
 
 class TokenOutputs(NamedTuple):
@@ -117,8 +118,7 @@ def compute_micro_batch_states(
 ) -> Tensor:
     """The decoder's hidden states [N, H] at the predictors, logits [N, V] for the whole head."""
     device = find_device(model)
-    ids = torch.from_numpy(micro_batch.input_ids).to(device)
-    inputs = {"input_ids": ids, "use_cache": False}
+    inputs = {"input_ids": torch.from_numpy(micro_batch.input_ids).to(device), "use_cache": False}
     packed = None
     # else the model's own mask and positions: causal, counted from 0. Padding comes last, so nobody sees it.
     if not micro_batch.causal:
@@ -157,9 +157,12 @@ def score_states(
     if plan.head == "own":
         return _score_by_own_head(model, states, targets, temperature, entropy_gradient)
     head: Any = model.get_output_embeddings()
-    scaled = temperature / plan.logit_scale
     return linear_logprobs(
-        states, head.weight, targets, temperature=scaled, entropy_gradient=entropy_gradient
+        states,
+        head.weight,
+        targets,
+        temperature=temperature / plan.logit_scale,
+        entropy_gradient=entropy_gradient,
     )
 
 

@@ -255,7 +255,7 @@ def register_packed_attention() -> None:
         asked = [name for name in UNKNOWN if options.get(name) is not None]
         if asked := asked + ["dropout"] * bool(options.get("dropout")):
             raise ValueError(f"attention of packed rows knows no {', '.join(asked)}")
-        sizes = {"window": options.get("sliding_window"), "scale": options.get("scaling")}
-        return run(query, key, value, row, **sizes), None
+        window, scale = options.get("sliding_window"), options.get("scaling")
+        return run(query, key, value, row, window=window, scale=scale), None
 
     AttentionInterface.register("sdpa", attend)

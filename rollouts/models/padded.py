@@ -48,8 +48,7 @@ def pad_rows(rows: Sequence[NDArray[Any]], *, device: torch.device | None = None
     """
     if not len(rows):
         return torch.zeros((0, 0), dtype=torch.int64, device=device)
-    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    return padded.to(device)
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
 
 
 def compute_token_log_probs(

@@ -17,9 +17,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
@@ -51,9 +50,7 @@ NAMES_SHOWN = 5
 OLD_NAMES = ("rotary_emb.inv_freq", "position_ids")  # ends of names in old files that no model reads
 
 
-def make_meta_model(
-    path: Path, *, dtype: torch.dtype = torch.float32, head: ModelHead = "tokens"
-) -> PreTrainedModel:
+def make_meta_model(path: Path, *, dtype: torch.dtype, head: ModelHead) -> PreTrainedModel:
     """The model of a directory without its weights: parameters on the meta device, buffers that no file holds
     as they must be.
 
@@ -80,8 +77,9 @@ def make_meta_model(
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
             )
         if model.can_generate() and (path / "generation_config.json").is_file():
-            generation = transformers.GenerationConfig.from_pretrained(str(path), local_files_only=True)
-            model.generation_config = generation
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                str(path), local_files_only=True
+            )
         _compute_buffers(model)
     if head == "scalar" and (not has_scalar_head(model) or get_scalar_weight(model).shape[0] != 1):
         raise ModelError(
@@ -215,14 +213,13 @@ def list_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, s
 # --- files --------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class WeightGroup:
+class WeightGroup(NamedTuple):
     """Weights of the model that are made from the same tensors of the files; one from one almost always."""
 
     target: str  # the model's name, of the first weight where several are made
     # transformers' WeightConverter with the sources by pattern; None: the one tensor is the weight as it is
     converter: Any
-    sources: list[FileTensor] = field(default_factory=list)
+    sources: list[FileTensor]
 
 
 def plan_weights(
@@ -300,7 +297,7 @@ def _group(
         if name in known:
             if name not in groups:
                 converter = None if pattern is None else copy.deepcopy(by_pattern[pattern])
-                groups[name] = WeightGroup(name, converter)
+                groups[name] = WeightGroup(name, converter, [])
             groups[name].sources.append(tensor)
             if pattern is not None:
                 groups[name].converter.add_tensor(name, tensor.name, pattern, tensor)

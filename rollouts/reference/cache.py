@@ -100,12 +100,11 @@ class ReferenceCache(Generic[T]):
         reserved = _add_up(missing.values())
         self._check_open()
         while self._used + reserved > self._budget:
-            idle = (name for name, model in self._loaded.items() if not model.leases and name not in sizes)
-            name = next(idle, None)
-            if name is None:
-                await self._lease_ended.park()
+            idle = [name for name, model in self._loaded.items() if not model.leases and name not in sizes]
+            if idle:
+                await self._evict(idle[0])
             else:
-                await self._evict(name)
+                await self._lease_ended.park()
             self._check_open()
         self._used += reserved
         self._peak = max(self._peak, self._used)

@@ -143,5 +143,6 @@ async def open_server_reference(
             raise EngineSetupError(
                 f"the server at {client.url} serves {len(served)} models; a reference's server serves one"
             )
-        limit = trio.CapacityLimiter(IN_FLIGHT)
-        yield ServerReference(server, kind, str(served[0].get("id")), vocab_size, limit)
+        yield ServerReference(
+            server, kind, str(served[0].get("id")), vocab_size, trio.CapacityLimiter(IN_FLIGHT)
+        )

@@ -2,7 +2,6 @@
 forward for each row.
 """
 
-import dataclasses
 from collections.abc import Collection
 from typing import Any
 
@@ -78,8 +77,8 @@ def choose_plan(model: Any, on: Collection[str]) -> ForwardPlan:
     """
     plan = plan_forward(model)
     if not {"packing", "sharing"} & {*on}:
-        plan = dataclasses.replace(plan, layout="single")
-    return plan if "fused_head" in on else dataclasses.replace(plan, head="whole")
+        plan = plan._replace(layout="single")
+    return plan if "fused_head" in on else plan._replace(head="whole")
 
 
 async def check_gradients(kind: str, loss: str, *on: str) -> None:

@@ -178,7 +178,7 @@ def test_a_scalar_model_runs_as_its_causal_model_does(kind: str, causal: dict[st
     """A head of exactly 0 proves nothing by itself: the layouts are those that hold for the hidden states."""
     plan = plan_forward(load_hf_model(causal[kind], head="scalar"))
     expected = plan_forward(load_hf_model(causal[kind]))
-    assert plan == dataclasses.replace(expected, head="scalar", logit_scale=1.0)
+    assert plan == expected._replace(head="scalar", logit_scale=1.0)
     assert plan.choose_layout(100) == ("rows" if kind == "gemma" else "packed")
 
 

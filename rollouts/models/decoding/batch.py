@@ -252,15 +252,16 @@ class DecodeBatch:
         is a function of who leaves when.
         """
         ended = np.array([row.leaving or row.finish_reason is not None for row in self.rows], bool)
-        if not ended.any():
+        gone = np.flatnonzero(ended).tolist()
+        if not gone:
             return []
-        for index in np.flatnonzero(ended).tolist():
+        for index in gone:
             self._keep(index)
-        count = int((~ended).sum())
+        count = len(ended) - len(gone)
         order = np.arange(count)
         order[ended[:count]] = count + np.flatnonzero(~ended[count:])
         self.decoder.select(order, max(row.position for row in self.rows))
-        found = [self.rows[index] for index in np.flatnonzero(ended)]
+        found = [self.rows[index] for index in gone]
         self.rows, self._draws = [self.rows[index] for index in order], self._draws[order]
         return found
 

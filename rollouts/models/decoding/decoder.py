@@ -368,6 +368,7 @@ class CachedDecoder:
     def select(self, rows: IntArray, length: int) -> None:
         if not len(rows):
             self.drop()
+            return
         for holder, key in _find_states(self._cache):
             holder[key] = holder[key].index_select(0, self._whole.to_device(rows))
 
@@ -378,7 +379,7 @@ class CachedDecoder:
 def _find_states(cache: Any) -> list[tuple[dict[Any, Any], Any]]:
     """Where the tensors of the cache are held, rows first: a dictionary and a key of it."""
     holders: list[tuple[dict[Any, Any], Any]] = []
-    for layer in cache.layers if cache is not None else ():
+    for layer in cache.layers:
         holders += [(vars(layer), "keys"), (vars(layer), "values")]
         for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
             holders += [(states, index) for index in states]
