@@ -118,7 +118,7 @@ def reward_trajectory(segments: Sequence[Sample], final: RewardResult) -> tuple[
     any the part "final", and "turns": the sum of theirs. Raises UserFunctionError as apply_reward, and where
     float32 cannot hold the sum.
     """
-    turns = [float(one.turn_rewards.sum(dtype=np.float64)) for one in segments]
+    turns = [one.turn_rewards.sum(dtype=np.float64) for one in segments]
     if any(turns) or "turns" in segments[-1].rewards:
         parts = {**(final.parts or {"final": final.reward}), "turns": math.fsum(turns)}
         total = add_up((final.reward, *turns), f"the turns of sample {segments[-1].id}")
@@ -149,8 +149,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     object with an async __call__.
     """
     function = _unwrap(function)
-    called = getattr(function, "__call__", None)  # noqa: B004
-    return any(map(inspect.iscoroutinefunction, (function, called)))
+    return any(map(inspect.iscoroutinefunction, (function, function.__call__)))
 
 
 def _unwrap(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -93,8 +93,7 @@ def make_code_reward(
     Raises ConfigError for a bad option or isolation that is not to be had.
     """
     _check_options(limits, require, import_paths)
-    isolation = describe_isolation(namespaces=namespaces)._asdict() if require else {}
-    if missing := [name for name in require if not isolation[name]]:
+    if missing := [name for name in require if not getattr(describe_isolation(namespaces=namespaces), name)]:
         raise ConfigError(
             f"require={list(require)}: this host gives the code no isolation of {', '.join(missing)}; run as"
             " root or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, or a container that"
@@ -106,7 +105,7 @@ def make_code_reward(
         request = {
             "code": extract_code(sample.response),
             "entry_point": _read_entry_point(sample),
-            "import_paths": [str(path) for path in import_paths],
+            "import_paths": list(map(str, import_paths)),
             "expected": isolation,
             "namespaces": namespaces,
         }

@@ -73,8 +73,10 @@ def check_weights(
     `parts` (None: not known yet), and a needed part without weight.
     """
     for name, weight in weights.items():
-        number = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
-        require(number, f"weights: {name!r} is {weight!r}; a weight is a finite number")
+        require(
+            isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight),
+            f"weights: {name!r} is {weight!r}; a weight is a finite number",
+        )
     known = f"there are the parts {', '.join(parts or ()) or '(none)'}"
     for name in weights:
         require(parts is None or name in parts, f"weights: {name!r} is weighted but not there; {known}")

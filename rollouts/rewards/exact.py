@@ -19,12 +19,13 @@ def read_answer(sample: Sample, key: str) -> JSONValue:
     """metadata[key]. Raises DataError naming the sample and what it has instead, so that the sample fails and
     does not count as wrong.
     """
-    if sample.metadata.get(key) is None:
+    answer = sample.metadata.get(key)
+    if answer is None:
         raise DataError(
             f"sample {sample.id} has no metadata[{key!r}] to compare with; its row has"
             f" {', '.join(sample.metadata) or 'no fields'}"
         )
-    return sample.metadata[key]
+    return answer
 
 
 def read_answers(sample: Sample, key: str) -> list[str]:

@@ -54,7 +54,7 @@ def make_tags_reward(tags: Sequence[str], *, partial: bool = False) -> Callable[
         0 < len(set(names)) == len(names) and all(map(TAG_NAME.fullmatch, names)),
         f"tags={tags!r}; they must be names such as 'think' and 'answer', at least one and each once",
     )
-    inside = "".join(f"</?{name}>|" for name in names).rstrip("|")
+    inside = "|".join(f"</?{name}>" for name in names)
     whole = re.compile(
         r"\s*" + r"\s*".join(rf"<{name}>(?:(?!{inside}).)*</{name}>" for name in names) + r"\s*", re.DOTALL
     )

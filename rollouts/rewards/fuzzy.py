@@ -24,7 +24,7 @@ def fuzzy_match(sample: Sample, *, key: str = "answer", ignore_case: bool = Fals
     indel = import_extra("rapidfuzz.distance", "fuzzy_match").Indel
     response = fold(sample.response, ignore_case)
     similarity = max(
-        float(indel.normalized_similarity(response, fold(answer, ignore_case)))
+        indel.normalized_similarity(response, fold(answer, ignore_case))
         for answer in read_answers(sample, key)
     )
     return RewardResult(similarity, {"similarity": similarity})

@@ -78,12 +78,10 @@ def find_final_number(text: str) -> Fraction | None:
     text = text.replace("−", "-")
     boxed = BOXED.findall(text)
     place = boxed[-1] if boxed else text.rpartition(FINAL_MARK)[2]
-    numbers = NUMBER.findall(place)
-    if not numbers:
-        return None
     try:
-        return Fraction(numbers[-1].replace(",", ""))
-    except (ValueError, ZeroDivisionError):  # Python refuses to read integers of more than 4300 digits
+        return Fraction(NUMBER.findall(place)[-1].replace(",", ""))
+    # no number; or one of more than 4300 digits, which Python refuses to read, or over zero
+    except (IndexError, ValueError, ZeroDivisionError):
         return None
 
 
@@ -117,8 +115,10 @@ def make_math_reward(
     ConfigError if math-verify is not installed, timeout_s is not a whole number above 0, or it is called
     outside the main thread, where the library cannot stop itself.
     """
-    whole = isinstance(timeout_s, int) and not isinstance(timeout_s, bool) and timeout_s > 0
-    require(whole, f"timeout_s={timeout_s!r}; it must be a whole number of seconds above 0")
+    require(
+        type(timeout_s) is int and timeout_s > 0,
+        f"timeout_s={timeout_s!r}; it must be a whole number of seconds above 0",
+    )
     return partial(_compare_formulas, key=key, timeout_s=timeout_s, strict=strict)
 
 
@@ -180,11 +180,16 @@ def _read_wanted(read: Callable[..., Any], answer: str, where: str) -> Any:
 
 def _read_formula(library: Any, text: str, mode: str, where: str, *, timeout_s: int) -> Any | None:
     """What the library makes of the last formula in a text; None if there is none or it cannot be read."""
-    config = (library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig())
-    options = {"fallback_mode": "no_fallback", "extraction_mode": mode, "parsing_timeout": timeout_s}
     # By default the library answers a timeout, an error and a text without formula all with an empty list.
     try:
-        found = library.parse(text, config, **options, raise_on_error=True)
+        found = library.parse(
+            text,
+            (library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()),
+            fallback_mode="no_fallback",
+            extraction_mode=mode,
+            parsing_timeout=timeout_s,
+            raise_on_error=True,
+        )
     except library.errors.TimeoutException as error:  # a BaseException
         raise RewardTimeout(f"{where} took longer than {timeout_s} s") from error
     except MemoryError:

@@ -57,7 +57,7 @@ class Choice(NamedTuple):
     """The letter chosen, a capital; None if there is none, and then `why` says why."""
 
     letter: str | None
-    why: str
+    why: str | None = None
 
 
 def multiple_choice_match(
@@ -74,16 +74,14 @@ def multiple_choice_match(
     letters, wanted = _read_row(sample, key, choices_key)
     choice = find_choice(sample.response, letters)
     right = float(choice.letter == wanted)
-    return RewardResult(
-        right, {"choice": right, "chosen": float(choice.letter is not None)}, choice.why or None
-    )
+    return RewardResult(right, {"choice": right, "chosen": float(choice.letter is not None)}, choice.why)
 
 
 def find_choice(text: str, letters: str = LETTERS[:DEFAULT_CHOICES]) -> Choice:
     """The letter that a text chooses by the rules of this module."""
     boxed = BOXED_LETTER.fullmatch(["", *BOXED.findall(text)][-1])
     if boxed and boxed[1].upper() in letters:
-        return Choice(boxed[1].upper(), "")
+        return Choice(boxed[1].upper())
     # where a sentence names its letter, and where it ends
     named = [
         (match.start(match.lastindex or 0), match[match.lastindex or 0].upper(), match.end())
@@ -95,11 +93,11 @@ def find_choice(text: str, letters: str = LETTERS[:DEFAULT_CHOICES]) -> Choice:
         other = ANOTHER_LETTER.match(text, end)
         if other and other[1] in letters and other[1] != letter:
             return Choice(None, f"ambiguous: it chooses {letter} and {other[1]} at once")
-        return Choice(letter, "")
+        return Choice(letter)
     lines = sorted({letter for letter in LINE.findall(text) if letter in letters})
     if len(lines) > 1:
         return Choice(None, f"ambiguous: lines begin with {', '.join(lines)}")
-    return Choice(lines[0], "") if lines else Choice(None, "no choice was found")
+    return Choice(lines[0]) if lines else Choice(None, "no choice was found")
 
 
 def _read_row(sample: Sample, key: str, choices_key: str) -> tuple[str, str]:
@@ -113,7 +111,7 @@ def _read_row(sample: Sample, key: str, choices_key: str) -> tuple[str, str]:
             " choices"
         )
     letters, answer = LETTERS[: len(choices)], read_answer(sample, key)
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
+    if type(answer) is int and 0 <= answer < len(letters):
         return letters, letters[answer]
     letter = answer.strip().strip("().").upper() if isinstance(answer, str) else ""
     if len(letter) != 1 or letter not in letters:

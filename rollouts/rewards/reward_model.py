@@ -97,13 +97,12 @@ def add_model_reward(
     """
     if rule is None:
         return model_reward
-    scored_by = rule
 
-    @functools.wraps(scored_by)
+    @functools.wraps(rule)
     async def score_both(sample: Sample) -> RewardResult:
-        of_rule = await call_reward(scored_by, sample, timeout_s=timeout_s)
+        of_rule = await call_reward(rule, sample, timeout_s=timeout_s)
         of_model = await call_reward(model_reward, sample)
-        parts = dict(of_rule.parts) or {RULE_PART: of_rule.reward}
+        parts = of_rule.parts or {RULE_PART: of_rule.reward}
         if PART in parts:
             raise UserFunctionError(
                 f"the rule's reward on sample {sample.id} has a part {PART!r}, the name of the model's; give"

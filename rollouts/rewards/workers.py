@@ -110,7 +110,7 @@ class Workers:
         self._nursery: trio.Nursery
         self._slots = self._lent = 0  # processes that are kept up; blocks that have one or wait for one
         self._offer, self._ready = trio.open_memory_channel[Worker](math.inf)
-        self._counters: dict[str, int] = dict.fromkeys(("calls", "failed", "workers_started"), 0)
+        self._counters = dict.fromkeys(("calls", "failed", "workers_started"), 0)
 
     def statistics(self) -> Mapping[str, int]:
         """Totals since the start, and how many are with a call or an environment."""
@@ -169,7 +169,7 @@ class Workers:
                 except BaseException:  # also where the caller was cancelled
                     worker.unfit.set()
                     raise
-            unfit = unfit or answer.unfit
+            unfit |= answer.unfit
             if answer.kind == "done":
                 return answer.value
             kinds = {"": UserFunctionError, "environment": EnvironmentFailed}
