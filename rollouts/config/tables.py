@@ -93,6 +93,8 @@ def _absolute_path(path: str, info: ValidationInfo) -> str:
 
 
 def _absolute_function(name: str, info: ValidationInfo) -> str:
+    if name.endswith(".json"):  # a response template
+        return _absolute_path(name, info)
     file, colon, function = name.rpartition(":")
     return f"{_absolute_path(file, info)}:{function}" if colon and file.endswith(".py") else name
 
@@ -320,7 +322,7 @@ class RolloutConfig(SamplingConfig):
     """instead of environment: a command, or module:function or file.py:function of a child process, which
     talks to the model through OPENAI_BASE_URL
     """
-    response_template: str = ""
+    response_template: FunctionText = ""
     """how tool calls and thinking are read: a JSON file in transformers' format, or module:function or
     file.py:function from text to message; empty: the tokenizer's own
     """

@@ -148,7 +148,10 @@ def finish_trajectory(
     """
     rule = "train" if end == "done" else config.at_limit.get(end, "train")
     if rule == "drop":
-        raise TrajectoryLeftOut(f"its limit of {end} ended the trajectory; at_limit.{end} is 'drop'")
+        raise TrajectoryLeftOut(
+            f"its limit of {end} ended the trajectory, and rl.rollout.at_limit.{end} = 'drop' leaves it out;"
+            " raise the limit, or let it train"
+        )
     own = [turn.reward for turn in turns if turn.reward is not None]
     parts: Any = Counter()
     shown, segment = list[Record](), -1

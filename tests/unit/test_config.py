@@ -313,12 +313,13 @@ def test_paths_in_the_file_are_relative_to_the_file(write, tmp_path):
     text = (
         'model = { name = "model" }\n'
         + RL.replace("rewards.py", "../rewards.py")
-        + 'filters = ["mean", "f.py:keep", "pkg.mod:keep"]\n'
+        + 'filters = ["mean", "f.py:keep", "pkg.mod:keep"]\nresponse_template = "read.json"\n'
     )
     config = load_config(write(text))
     assert config.rl.data[0].path == str(tmp_path / "train.jsonl")
     assert config.rl.rollout.reward == f"{tmp_path.parent / 'rewards.py'}:score"
     assert config.rl.rollout.filters == ["mean", f"{tmp_path / 'f.py'}:keep", "pkg.mod:keep"]
+    assert config.rl.rollout.response_template == str(tmp_path / "read.json")
     assert config.model.name == str(tmp_path / "model")
 
 

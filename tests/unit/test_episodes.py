@@ -202,7 +202,7 @@ async def test_each_limit_ends_a_trajectory_with_a_name_of_its_own(
     assert sample.metadata[TRAJECTORY]["trains"]
     alone = await play(*said, **options, at_limit={end: "reward"})
     assert not alone.metadata[TRAJECTORY]["trains"]
-    with pytest.raises(TrajectoryLeftOut, match=f"at_limit.{end} is 'drop'"):
+    with pytest.raises(TrajectoryLeftOut, match=f"at_limit.{end} = 'drop' leaves it out"):
         await play(*said, **options, at_limit={end: "drop"})
     assert counts["opened"] == counts["closed"] == 3
 
