@@ -5,7 +5,7 @@ rollouts.weight_sync.broadcast.
 import importlib
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, cast
@@ -84,24 +84,28 @@ class SGLangPeer:
             make = partial(make_group, store, name, size, self._timeout, wire=self._wire)
             self._group = await run_on(self.device, make)
 
-        ask = partial(
-            server.join_group,
-            address=HOST,
-            port=store.port,
-            group_name=name,
-            backend=self._wire,
+        await run_all(
+            partial(
+                server.join_group,
+                address=HOST,
+                port=store.port,
+                group_name=name,
+                backend=self._wire,
+            ),
+            meet,
         )
-        await run_all(ask, meet)
 
     async def send(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
-        ask = partial(
-            self._server.receive_broadcast,
-            *bucket.describe(),
-            group_name=self._group_name,
-            version=version,
-            last=last,
+        await run_all(
+            partial(
+                self._server.receive_broadcast,
+                *bucket.describe(),
+                group_name=self._group_name,
+                version=version,
+                last=last,
+            ),
+            partial(self._broadcast, bucket.flat),
         )
-        await run_all(ask, lambda: self._broadcast(bucket.flat))
 
     async def _broadcast(self, flat: torch.Tensor) -> None:
         options = torch.distributed.BroadcastOptions()
@@ -134,14 +138,16 @@ def make_group(store: Store, name: str, size: int, timeout: timedelta, *, wire: 
     gloo listens on the loopback interface alone and blocks until all are there; NCCL connects at the first
     broadcast (not run by our tests: needs a GPU).
     """
-    prefix = "cpu/" if wire == "gloo" else "cuda/"
-    found = PrefixStore(prefix, PrefixStore(f"{name}/", PrefixStore(name, store)))
     distributed = cast(Any, torch.distributed)
-    kind = distributed.ProcessGroupGloo if wire == "gloo" else distributed.ProcessGroupNCCL
-    options = kind._Options() if wire == "gloo" else kind.Options()
-    options._timeout = timeout
     if wire == "gloo":
+        kind, prefix = distributed.ProcessGroupGloo, "cpu/"
+        options = kind._Options()
         options._devices = [kind.create_device(hostname=HOST)]
+    else:
+        kind, prefix = distributed.ProcessGroupNCCL, "cuda/"
+        options = kind.Options()
+    options._timeout = timeout
+    found = PrefixStore(prefix, PrefixStore(f"{name}/", PrefixStore(name, store)))
     return kind(found, 0, size, options)
 
 
@@ -244,8 +250,7 @@ async def open_broadcast(
             f"engine {engine.features.name} is no {kind} server; give this transport {kind} servers only"
         )
 
-    transport = Broadcast(make_peer, bucket_bytes=bucket_bytes, dtype=dtype, progress_s=progress_s)
-    try:
+    async with aclosing(
+        Broadcast(make_peer, bucket_bytes=bucket_bytes, dtype=dtype, progress_s=progress_s)
+    ) as transport:
         yield transport
-    finally:
-        await transport.aclose()

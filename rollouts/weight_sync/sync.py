@@ -154,7 +154,7 @@ class WeightSync:
         self._reviving.cancel()
         published_before = self.published
         try:
-            shared = bool(engines) and all(engine.features.shares_weights for engine in engines)
+            shared = engines and all(engine.features.shares_weights for engine in engines)
             expected = np.zeros(0, np.float32) if shared else await score_by_trainer(self._probe, backend)
             step = _Step(backend, Published(version, expected), backend, released)
             return await self._sync_patiently(step, engines)
@@ -209,7 +209,7 @@ class WeightSync:
         if target.snapshot is not None and self._keeper is not None:
             await self._keeper.prune(target.snapshot.path)
             sizes.append(target.snapshot.weight_bytes)
-        return {**metrics, "weight_sync/bytes": float(sum(sizes))} if metrics else {}
+        return {**metrics, "weight_sync/bytes": sum(sizes)} if metrics else {}
 
     async def _export(self, step: _Step) -> Published:
         if self._keeper is None:
@@ -379,10 +379,13 @@ async def open_synced_fleet(
         sent_as = None if dtype is None else getattr(torch, dtype)
         kind = "vllm" if config.kind == "vllm" else "sglang"
         open_transport = open_broadcast(kind, wire=choose_wire(config, device), dtype=sent_as)
-    opening = open_server_fleet(
-        config, model_path, vocab_size=vocab_size, log_dir=log_dir, seed=seed, warn=warn
-    )
-    async with opening as fleet, open_transport as transport, open_plain_nursery() as nursery:
+    async with (
+        open_server_fleet(
+            config, model_path, vocab_size=vocab_size, log_dir=log_dir, seed=seed, warn=warn
+        ) as fleet,
+        open_transport as transport,
+        open_plain_nursery() as nursery,
+    ):
         sync = WeightSync(
             probe,
             keeper=keeper,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -117,8 +117,7 @@ def check_change(previous: Proof, now: Proof) -> None:
     if None not in (previous.digest, now.digest):
         differ = previous.digest != now.digest
     else:
-        moved = np.abs(previous.trainer_log_probs - now.trainer_log_probs).max()
-        differ = bool(moved > NOTICEABLE)
+        differ = np.abs(previous.trainer_log_probs - now.trainer_log_probs).max() > NOTICEABLE
     same = np.array_equal(previous.engine_log_probs, now.engine_log_probs)
     how = "scores the probe exactly as before"
     if None not in (previous.checksum, now.checksum):
@@ -233,8 +232,8 @@ def compute_sync_metrics(updates: Sequence[EngineUpdate]) -> dict[str, float]:
         return {}
     metrics = {
         "time/weight_sync_pause": max(update.pause_s for update in updates),
-        "weight_sync/engines_updated": float(len(updates) - failed),
-        "weight_sync/engines_failed": float(failed),
+        "weight_sync/engines_updated": len(updates) - failed,
+        "weight_sync/engines_failed": failed,
     }
     if differences:
         metrics["weight_sync/probe_difference/max"] = max(differences)
@@ -348,7 +347,7 @@ class EngineUpdate:
 
     async def _replace_weights(self) -> None:
         """The engine runs again when this returns or raises, unless it cannot be reached."""
-        engine, paused_at, resumed = self.engine, trio.current_time(), False
+        engine, paused_at = self.engine, trio.current_time()
         with self._measure("_pause"):
             try:
                 mode = "keep" if engine.features.keep_pause else "abort"
@@ -363,10 +362,10 @@ class EngineUpdate:
                 await self._check_version()
                 reach("sync.after_load")
                 await self._watch("resume", engine.resume)
-                resumed = True
+            except BaseException:
+                await self._resume_anyway()
+                raise
             finally:
-                if not resumed:
-                    await self._resume_anyway()
                 self.pause_s = trio.current_time() - paused_at
 
     async def _resume_anyway(self) -> None:
@@ -409,14 +408,16 @@ class EngineUpdate:
         return None
 
     async def _watch(self, phase: str, work: Callable[[], Awaitable[T]]) -> T:
-        """What `work` returns, under the phase's limit on the silence of the engine's statistics."""
+        """What `work` returns, under the phase's limit on the silence of the engine's statistics, which move
+        while it makes progress.
+        """
         self.phase = phase
-        seen = read_progress(self.engine)
+        seen = dict(self.engine.statistics())
 
         async def moved() -> bool:
             nonlocal seen
             await trio.lowlevel.checkpoint()
-            before, seen = seen, read_progress(self.engine)
+            before, seen = seen, dict(self.engine.statistics())
             return seen != before
 
         where = f"engine {self.name}: phase {phase}"
@@ -427,8 +428,3 @@ class EngineUpdate:
         if self.plan.spans is None or self.engine.features.shares_weights:
             return nullcontext()
         return self.plan.spans.measure(f"weight_sync{part}", self.name)
-
-
-def read_progress(engine: InferenceEngine) -> Hashable:
-    """An engine's statistics, which move while it makes progress."""
-    return tuple(sorted(engine.statistics().items()))
