@@ -24,8 +24,9 @@ def main(row: dict[str, Any]) -> None:
         message = reply.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls or []:
-            content = multiply(call.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+            if call.type == "function":
+                content = multiply(call.function.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
         if not message.tool_calls:
             break
 
