@@ -26,7 +26,7 @@ UPDATES = """
         WHERE coalesce(segments.ending, contributions.id) IN (SELECT unnest(?::VARCHAR[]))
         QUALIFY row_number() OVER (PARTITION BY stage, step, contributions.id ORDER BY update) = 1)
     ORDER BY len(id), id"""
-SPLIT = "— segment {} begins: the chat template rewrote what came before —"
+SPLIT = "— segment {} begins: what came before was written anew —"
 
 
 class SampleTokens(NamedTuple):

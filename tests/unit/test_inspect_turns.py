@@ -34,7 +34,7 @@ CONVERSATION: dict[str, Any] = json.loads("""{
         {"tokens": 2, "segment": 1, "reward": -1.0}]}}""")
 # segments a and a.1, of 2 and 1 tokens that train, from versions 0 to 2, trained from 3; and b, of one turn
 HEAD = "── rl step 4 · a.1 · group 4 · completed · reward -0.500 · 3 tokens · 3 versions behind\n"
-SPLIT = "— segment 2 begins: the chat template rewrote what came before —\n"
+SPLIT = "— segment 2 begins: what came before was written anew —\n"
 ENDED = "ended: done · turns 3 · tool calls 2 · 10.5 of 12.0 s waiting · resumed 1\n"
 TURNS = f"""{HEAD}[user] Twice 12 * 34?
 [assistant · turn 1 · 1 token] (thinks) A product.
