@@ -223,7 +223,7 @@ class AsyncRolloutManager:
             **{f"dropped/{name.removeprefix(FILTERED)}": n for name, n in sorted(ledger.dropped.items())},
             **{f"failed/{name}": n for name, n in sorted(ledger.failed.items())},
         }
-        return {**self._plan.engine.statistics(), **{name: float(count) for name, count in counts.items()}}
+        return {**self._plan.engine.statistics(), **counts}
 
     def check_ledger(self) -> None:
         """Asserts that every prompt drawn is in exactly one place."""

@@ -80,7 +80,7 @@ async def sync_as_saved(
     True if the trainer's weights are not its own any more: restore them.
     """
     held = await trio.to_thread.run_sync(read_engine_weights, checkpoint)
-    if held is None or not isinstance(engine, LocalEngine) or engine.features.shares_weights:
+    if held is None or not engine.features.in_memory_update:
         await sync_weights(backend, [engine], version)
         return False
     weights, served = held
