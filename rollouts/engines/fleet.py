@@ -18,6 +18,7 @@ import random
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import NoReturn
 
 import trio
@@ -85,24 +86,19 @@ async def open_fleet(
             fleet._close()
 
 
+@dataclass(eq=False)
 class Fleet:
     """An InferenceEngine made of many. Made by open_fleet."""
 
-    def __init__(
-        self,
-        max_concurrency: int,
-        down_limit_s: float,
-        random_: random.Random,
-        warn: Callable[[str], None],
-        nursery: trio.Nursery,
-    ) -> None:
+    _max_concurrency: int
+    _down_limit_s: float
+    _random: random.Random
+    _warn: Callable[[str], None]
+    _nursery: trio.Nursery
+
+    def __post_init__(self) -> None:
         self.features: EngineFeatures
         self.published_version = -1
-        self._max_concurrency = max_concurrency
-        self._down_limit_s = down_limit_s
-        self._random = random_
-        self._warn = warn
-        self._nursery = nursery
         self._members: dict[str, FleetMember] = {}
         self._calls: dict[str, Call] = {}  # everyone who is in generate(), by request id
         self._queue: deque[Call] = deque()  # who waits for a seat
