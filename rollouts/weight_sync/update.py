@@ -258,7 +258,7 @@ class _Together:
             self._all_here.set()
 
     async def load(self, engine: InferenceEngine, load_together: LoadTogether) -> None:
-        """Returns when `engine` has its weights of `load_together`. Raises its error."""
+        """Returns when `load_together` has given `engine` the weights. Raises the error of this engine."""
         name, first = engine.features.name, not self._here
         self._here[name] = engine
         self.leave(name)
