@@ -125,8 +125,9 @@ def test_a_flat_bucket_is_an_aligned_copy_in_the_type_that_is_sent():
         dtype: flatten_tensors([*tensors.items()], dtype=dtype, device=CPU)
         for dtype in (None, torch.bfloat16)
     }
-    names = (["count", "turned", "bytes"], ["int64", "float32", "uint8"], [[], [3, 2], [3]])
-    assert made[None].describe() == names and len(made[None].flat) == 8 + 24 + 3
+    names, dtypes = ["count", "turned", "bytes"], ["int64", "float32", "uint8"]
+    assert made[None].describe() == {"names": names, "dtypes": dtypes, "shapes": [[], [3, 2], [3]]}
+    assert len(made[None].flat) == 8 + 24 + 3
     turned.zero_()
     for dtype, bucket in made.items():
         found = dict(bucket.tensors)
@@ -221,11 +222,13 @@ class FakeServer:
     takes nothing while `frozen`.
     """
 
-    name, world_size, info = "s", 1, SimpleNamespace(dp_size=1)
+    name, info = "s", SimpleNamespace(dp_size=1, tp_size=1, pp_size=1)
     frozen = False
 
-    async def join_group(self, *, address: str, port: int, group_name: str, backend: str) -> None:
+    async def join_group(self, info: dict[str, Any]) -> None:
         timeout = timedelta(seconds=60)
+        address, port, group_name, backend, *ranks = info.values()
+        assert ranks == [1, 2], "its own, and of how many"
 
         def make() -> Any:
             store = torch.distributed.TCPStore(address, port, 2, is_master=False, timeout=timeout)
@@ -241,7 +244,7 @@ class FakeServer:
     async def begin_transfer(self) -> bool:
         return False
 
-    async def receive_broadcast(self, names: Any, dtypes: Any, shapes: Any, **more: Any) -> None:
+    async def receive_broadcast(self, info: dict[str, Any], **more: Any) -> None:
         if self.frozen:
             await trio.sleep_forever()
         self.received = torch.zeros(24, dtype=torch.uint8)

@@ -127,7 +127,7 @@ async def test_a_kill_at_any_step_of_the_writer_leaves_the_older_or_the_newer_co
         raise Killed
 
     older = await save(stage_dir, 1)
-    steps = ["compute_manifest", "fsync_tree", "write_manifest", "fsync_path", "read_back", "rename"]
+    steps = ["compute_manifest", "fsync_tree", "encode_manifest", "fsync_path", "read_back", "rename"]
     for number, name in enumerate(steps, start=2):
         with monkeypatch.context() as patch:
             patch.setattr(*((Path, "rename") if name == "rename" else (save_module, name)), die)

@@ -181,7 +181,8 @@ async def test_transfers_to_sglang_have_no_version_while_they_are_under_way():
             "one left open is closed"
         )
         assert await engine.weight_version() == -1
-        receive = partial(dialect.receive_broadcast, ["w"], ["float32"], [(2,)], group_name="g", version=3)
+        info = {"names": ["w"], "dtypes": ["float32"], "shapes": [(2,)], "group_name": "g"}
+        receive = partial(dialect.receive_broadcast, info, version=3)
         await receive(last=True)
         assert server.calls[-1][1]["weight_version"] == "3"
         server.overrides["/begin_weight_update"] = Reply(status=404)
