@@ -78,14 +78,14 @@ class Cut:
         )
 
 
-UNDISTURBED = Cut()
+UNDISTURBED = Cut()  # never
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One start of the program."""
 
-    cut: Cut
+    cut: Cut  # UNDISTURBED: nobody killed it
     ended: Ended
     committed: Mapping[str, int]  # by stage, the steps that were complete on disk when it began
 
