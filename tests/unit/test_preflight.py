@@ -248,13 +248,19 @@ def test_a_resumed_run_goes_on_by_the_same_file_and_warns_of_other_rows(house):
 
 # --- functions ----------------------------------------------------------------------------------------------
 
-FUNCTIONS = (
-    "rl.rollout.generate rl.rollout.reward rl.rollout.group_reward rl.rollout.filters rl.curriculum"
-    " rl.advantage eval.reward sft.data.function eval.data.function"
-)
 
-
-@pytest.mark.parametrize("key", FUNCTIONS.split())
+@cases("""
+key
+rl.rollout.generate
+rl.rollout.reward
+rl.rollout.group_reward
+rl.rollout.filters
+rl.curriculum
+rl.advantage
+eval.reward
+sft.data.function
+eval.data.function
+""")
 def test_every_function_that_is_missing_or_wrong_is_found(house, key):
     (house / "r.py").write_text("number = 3\ndef reward(*, needed): ...\n", encoding="utf-8")
     data = '{ kind = "python", function = "r.py:rows", size = 1 }'
