@@ -27,6 +27,7 @@ from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import EngineSilent, EngineUnreachable, WeightSyncError
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.ranks.meet import host_store
+from rollouts.testing.torch_contracts import assert_weights_equal
 from rollouts.weight_sync.broadcast import Broadcast
 from rollouts.weight_sync.broadcast_servers import SGLangPeer, make_group, open_broadcast
 from rollouts.weight_sync.flat_buckets import FlatBucket, flatten_tensors, split_buckets
@@ -91,10 +92,6 @@ class FakePeer:
     async def leave(self) -> None:
         self.log.append("leave")
 
-    def check_whole(self, weights: dict[str, Tensor] = WEIGHTS) -> None:
-        assert self.taken.keys() == weights.keys()
-        assert all(torch.equal(self.taken[name], tensor) for name, tensor in weights.items())
-
 
 class Fleet:
     """Engines by name with the faults of each, and the peers that a transport made of them, newest last."""
@@ -148,7 +145,7 @@ async def test_every_engine_gets_every_weight_and_the_version_with_the_last():
         for version in (5, 6):  # the second time with the peers of the first
             assert await transport(backend, fleet.engines, version) == {"a": None, "b": None}
             for (peer,) in fleet.peers.values():
-                peer.check_whole()
+                assert_weights_equal(peer.taken, WEIGHTS)
                 sent = ["send 32", "send 16", "send 32", f"send 16 v{version}"]
                 assert peer.log[-6:] == ["begin", *sent, f"end v{version}"]
         assert await transport(backend, [], 7) == {}
@@ -166,11 +163,11 @@ async def test_an_engine_that_fails_or_hangs_is_reported_and_the_others_go_on(st
         assert outcomes["a"] is outcomes["c"] is None
         assert "b was not done with" in str(outcomes["b"]) if hangs else outcomes["b"] is fault
         assert isinstance(outcomes["b"], EngineSilent) == hangs
-        fleet.peers["a"][0].check_whole()
+        assert_weights_equal(fleet.peers["a"][0].taken, WEIGHTS)
         assert fleet.peers["b"][0].log[-1] == "leave"
         fleet.faults["b"] = {}  # it comes back, in a new group
         assert await transport(backend, fleet.engines, 2) == {"a": None, "b": None, "c": None}
-        fleet.peers["b"][1].check_whole()
+        assert_weights_equal(fleet.peers["b"][1].taken, WEIGHTS)
 
 
 async def test_a_failure_on_the_trainers_side_is_a_weight_sync_error_and_the_backend_goes_on():
@@ -201,7 +198,7 @@ async def test_a_cancelled_update_lets_the_trainers_thread_go_and_leaves_no_grou
         assert fleet.peers["a"][0].log[-1] == "leave"
         fleet.faults["a"] = {}
         assert await transport(backend, fleet.engines, 2) == {"a": None}, "the thread is free"
-        fleet.peers["a"][1].check_whole()
+        assert_weights_equal(fleet.peers["a"][1].taken, WEIGHTS)
 
 
 async def test_weights_go_out_under_the_names_that_model_files_have():
@@ -211,7 +208,7 @@ async def test_weights_go_out_under_the_names_that_model_files_have():
     async with open_backend(dict(model.named_parameters())) as backend:
         backend.model = model
         await fleet.transport(bucket_bytes=50_000)(backend, fleet.engines, 1)
-    fleet.peers["a"][0].check_whole(load_file(path / "model.safetensors"))
+    assert_weights_equal(fleet.peers["a"][0].taken, load_file(path / "model.safetensors"))
 
 
 # --- over gloo ----------------------------------------------------------------------------------------------

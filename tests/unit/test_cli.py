@@ -31,15 +31,16 @@ def config(tmp_path) -> Path:
     return path
 
 
-def test_explain_tells_where_a_value_comes_from(config: Path, capsys):
-    for argv, line in (
-        (["rl.steps"], f"rl.steps = 3  ({config})"),
-        (["rl.steps", "--rl.steps", "5"], "rl.steps = 5  (--rl.steps)"),
-        (["rl.clip_low"], "rl.clip_low = 0.2  (default)"),
-        ([], f"rl.steps = 3  ({config})"),
-    ):
-        assert main(["explain", str(config), *argv]) == 0
-        assert line in capsys.readouterr().out
+@cases("""
+argv                  | line
+rl.steps              | rl.steps = 3  (CONFIG)
+rl.steps --rl.steps 5 | rl.steps = 5  (--rl.steps)
+rl.clip_low           | rl.clip_low = 0.2  (default)
+                      | rl.steps = 3  (CONFIG)
+""")
+def test_explain_tells_where_a_value_comes_from(config: Path, argv: str, line: str, capsys):
+    assert main(["explain", str(config), *argv.split()]) == 0
+    assert line.replace("CONFIG", str(config)) in capsys.readouterr().out
 
 
 @cases("""
