@@ -111,7 +111,7 @@ turns                               | said
 """)
 def test_turns_are_the_last_messages_of_the_model(turns: Any, said: str):
     """A prompt may hold others, and an agent may have rewritten its history."""
-    shown = list_turns([{"role": "assistant", "content": "hi"}], {"turns": turns})
+    shown = list_turns({"messages": [{"role": "assistant", "content": "hi"}], "trajectory": {"turns": turns}})
     assert shown == [{"said": f"{said} ", "text": "hi"}]
 
 
@@ -127,7 +127,7 @@ async def test_what_a_model_writes_steers_neither_terminal_nor_page(tmp_path, ca
     page = (tmp_path / "report.html").read_text()
     assert page.count("</script>") == 3
     (samples,) = json.loads(page.split('id="sample-data">')[1].split("</script>")[0])
-    shown = list_turns(hostile["messages"], hostile["trajectory"])
+    shown = list_turns(hostile)
     assert [(one["turns"], one["share"], one["arrays"]["mask"]) for one in samples] == [
         (shown, 1.0, [0, 1, 1, 0, 1])
     ]
