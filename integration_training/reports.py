@@ -4,6 +4,7 @@ What every stage hands to its loop: the record, and hooks that save and evaluate
 """
 
 import json
+import resource
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,9 +143,11 @@ def read_peak_rss_gib() -> float:
     """Most memory this process ever held, in GiB. Reward workers are not in it: a child's peak, as the kernel
     tells it, begins with its parent's.
     """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (peak,) = (line for line in lines if line.startswith("VmHWM"))  # without what was before exec
-    return int(peak.split()[1]) / 2**20
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss counts what the process was before exec; VmHWM does not
+        (peak,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(peak.split()[1]) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # bytes on macOS
 
 
 def print_report(run: Run, summary: dict[str, Any]) -> None:
