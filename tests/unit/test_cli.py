@@ -97,7 +97,7 @@ async def test_what_init_writes_has_rows_and_functions_that_tell_right_from_wron
     rows = load_all_rows(config, ("sft", "rl"), findings)
     functions = load_functions(config, ("sft", "rl"), findings)
     assert all(len(rows.list_rows(stage)) > 15 for stage in ("sft", "rl", "eval"))
-    right, wrong = make_trial_samples(rows.list_rows("rl"))
+    right, wrong = make_trial_samples(rows.list_rows("rl"), turns=False)
     reward, is_right = functions.reward, functions.eval_reward
     assert [is_right(right), is_right(wrong)] == [1.0, 0.0]
     results = [await call_reward(reward, sample) for sample in (right, wrong)]
