@@ -18,9 +18,9 @@ import httpx
 import torch
 import trio
 
-from rollouts.backends.fsdp import FSDPTrainingBackend, open_fsdp_backend
-from rollouts.backends.open import choose_autocast_dtype, open_pytorch_backend
-from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.backends.fsdp import open_fsdp_backend
+from rollouts.backends.open import open_pytorch_backend
+from rollouts.backends.pytorch import RankedTrainingBackend as Backend
 from rollouts.checkpoints.writer import CheckpointWriter, Keep, open_checkpoint_writer
 from rollouts.config.load import EVALUATE, stage_config, training_digest
 from rollouts.config.schema import RunConfig
@@ -36,9 +36,9 @@ from rollouts.loops.algorithm import count_updates, needs_reference
 from rollouts.loops.rl_batch import Score, score_told
 from rollouts.loops.stopping import Stop
 from rollouts.metrics.spans import SpanRecorder
-from rollouts.models.load import load_hf_model
+from rollouts.models.load import load_hf_model, stop_token_ids
 from rollouts.preflight.checks import CRITIC as CRITIC_MODEL
-from rollouts.preflight.checks import OWN, REWARD, TEACHER, PreparedRun, check_tokens, find_scalar_model
+from rollouts.preflight.checks import OWN, REWARD, TEACHER, PreparedRun, find_scalar_model
 from rollouts.preflight.functions import weigh
 from rollouts.protocols import (
     GenerateFn,
@@ -59,7 +59,6 @@ from rollouts.weight_sync.snapshots import DiskSnapshots
 from rollouts.weight_sync.sync import WeightSync, choose_tolerance, open_synced_fleet
 from rollouts.weight_sync.update import make_probe
 
-Backend = PyTorchTrainingBackend | FSDPTrainingBackend
 HELD_OUT = "heldout"
 CRITIC = "critic"  # the folder of a checkpoint that holds the critic
 
@@ -68,7 +67,6 @@ CRITIC = "critic"  # the folder of a checkpoint that holds the critic
 class Run(PreparedRun):
     """What every stage reads; the functions are where they run."""
 
-    stop_ids: tuple[int, ...]
     logger: MetricsLogger
     stop: Stop  # requested by the first SIGINT or SIGTERM
     device: str  # where this process computes: cpu, cuda, or cuda:N where it is one of several
@@ -100,7 +98,7 @@ class Run(PreparedRun):
         return SamplingParams(
             max_new_tokens=section.max_new_tokens,
             temperature=section.temperature,
-            stop_token_ids=self.stop_ids,
+            stop_token_ids=stop_token_ids(self.tokenizer, self.base_model),
         )
 
 
@@ -127,7 +125,7 @@ async def open_stage(run: Run, stage: str, start: Path, newest: Path | None) -> 
     model_path = newest or start
     async with (
         open_backend(run, stage, model_path) as backend,
-        open_critic(run, stage, backend, model_path) as critic,
+        open_critic(run, stage, backend, start, newest) as critic,
     ):
         saved = {"": backend} | ({CRITIC: critic} if critic else {})
         opening: Any = nullcontext((None, None))
@@ -136,8 +134,8 @@ async def open_stage(run: Run, stage: str, start: Path, newest: Path | None) -> 
                 run.config.engine,
                 backend,
                 run.base_model,
-                vocab_size=read_vocab_size(backend),
-                trainer_exact=find_autocast_dtype(run) is None,
+                vocab_size=backend.vocab_size,
+                trainer_exact=backend.autocast_dtype is None,
                 device=run.device,
                 seed=run.config.seed,
                 warn=say,
@@ -183,7 +181,8 @@ def open_backend(
         "optim": section.optim,
         "total_steps": section.steps * (count_updates(rl) if rl else 1),
         "tokenizer": run.tokenizer,
-        "autocast": choose_autocast(config),
+        # equal bits are promised for float32 only
+        "autocast": "off" if config.deterministic else config.model.autocast,
         "threads": config.model.threads,
         "deterministic": config.deterministic,
         "micro_batch_tokens": section.micro_batch_tokens,
@@ -208,19 +207,18 @@ def open_backend(
 
 @asynccontextmanager
 async def open_critic(
-    run: Run, stage: str, policy: Backend, model_path: Path
+    run: Run, stage: str, policy: Backend, start: Path, newest: Path | None
 ) -> AsyncIterator[Backend | None]:
-    """The critic beside the policy that was opened at `model_path`, on its device thread: that of the
-    checkpoint, or a new one; None without [rl.critic].
+    """The critic beside the policy, on its device thread: that of the stage's `newest` checkpoint, or a new
+    one; None without [rl.critic].
     """
     config = getattr(stage_config(run.config, stage), "critic", None)
     if config is None:
         yield None
         return
-    path = model_path
-    if model_path.parent == run.run_dir.stage_checkpoints(stage):
-        # only this stage's own: another run's model may have brought its critic
-        path = model_path / CRITIC
+    path = start
+    if newest:  # only this stage's own: another run's model may have brought its critic
+        path = newest / CRITIC
     elif config.model:  # in a thread: other ranks take silence for an end
         path = await trio.to_thread.run_sync(
             find_scalar_model, run.config, run.run_dir, CRITIC_MODEL, config.model
@@ -233,16 +231,6 @@ async def open_critic(
 def completed_steps(checkpoint: Path | None) -> int:
     """The steps that a checkpoint holds; 0 for none."""
     return (parse_step(checkpoint.name) or 0) if checkpoint else 0
-
-
-def choose_autocast(config: RunConfig) -> Literal["off", "bfloat16", "auto"]:
-    """In which precision the trainer multiplies; equal bits are promised for float32 only."""
-    return "off" if config.deterministic else config.model.autocast
-
-
-def find_autocast_dtype(run: Run) -> torch.dtype | None:
-    """What the trainer multiplies in here; None: float32."""
-    return choose_autocast_dtype(choose_autocast(run.config), run.device)
 
 
 def choose_keep(config: RunConfig) -> Keep:
@@ -276,7 +264,7 @@ async def open_embedded(
     """An engine in this process, in the trainer's precision. Where the trainer is several ranks, it has the
     model at `model_path` to itself.
     """
-    config, dtype, thread = run.config, find_autocast_dtype(run), backend.device_thread
+    config, dtype, thread = run.config, backend.autocast_dtype, backend.device_thread
 
     def load_copy() -> Any:
         model: Any = load_hf_model(model_path)  # transformers types .to narrowly
@@ -312,11 +300,6 @@ async def open_embedded(
             return await make_sync()(*arguments, **options)
 
         yield engine, make_sync(spans=run.spans) if stage == "rl" else sync_afresh
-
-
-def read_vocab_size(backend: Backend) -> int:
-    """Token ids of the model."""
-    return backend.model.config.get_text_config().vocab_size
 
 
 # --- what scores --------------------------------------------------------------------------------------------
@@ -379,7 +362,7 @@ async def choose_scorer(
         )
     kind = await find_server_kind(setting, url)
     return open_server_reference(
-        url, kind=kind, vocab_size=read_vocab_size(opened.backend), api_key=read_api_key(kind)
+        url, kind=kind, vocab_size=opened.backend.vocab_size, api_key=read_api_key(kind)
     )
 
 
@@ -406,9 +389,7 @@ async def find_server_kind(setting: str, url: str) -> Literal["vllm", "sglang"]:
 
 @asynccontextmanager
 async def open_reward(run: Run, opened: Stage) -> AsyncIterator[RewardFn | None]:
-    """What scores the samples of RL: the user's function, a reward model, or both together. Raises
-    ConfigError for a model with other tokens.
-    """
+    """What scores the samples of RL: the user's function, a reward model, or both together."""
     config = opened.section.rollout
     if not config.reward_model:
         yield run.functions.reward
@@ -416,7 +397,6 @@ async def open_reward(run: Run, opened: Stage) -> AsyncIterator[RewardFn | None]
     path = await trio.to_thread.run_sync(
         find_scalar_model, run.config, run.run_dir, REWARD, config.reward_model
     )
-    await trio.to_thread.run_sync(check_tokens, path, REWARD, run.tokenizer)
     async with (
         open_frozen_reference(path, head="scalar", **scorer_options(run, opened)) as scorer,
         open_model_reward(scorer) as model_reward,

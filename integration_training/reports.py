@@ -26,7 +26,6 @@ from rollouts.generation.samples import convert_to_batch
 from rollouts.loops.steps import EncodeState, StepHooks
 from rollouts.metrics.jsonl import drop_outdated, newest_attempts, read_rows
 from rollouts.models.devices import describe_device
-from rollouts.models.load import resolve_model
 from rollouts.protocols import LogProbScorer
 from rollouts.reference.moving import REFERENCE, MovingReference
 from rollouts.reference.score import open_frozen_reference
@@ -82,15 +81,13 @@ async def evaluate_once(run: Run, opened: Stage, stage: str, step: int) -> None:
         )
         metrics = result.metrics(HELD_OUT)
         if config.policy_metrics or opened.name == EVALUATE:
-            metrics |= await measure_policy(run, opened, result.scored, config.against)
+            metrics |= await measure_policy(run, opened, result.scored)
     weights = await engine.weight_version()
     await run.logger.log_samples(f"eval-{stage}", step, weights, result.samples)
     await run.logger.log_evaluation(stage, step, weights, HELD_OUT, metrics)
 
 
-async def measure_policy(
-    run: Run, opened: Stage, samples: Sequence[Sample], against: str
-) -> dict[str, float]:
+async def measure_policy(run: Run, opened: Stage, samples: Sequence[Sample]) -> dict[str, float]:
     """Metrics of the policy that gave the samples, under the trainer's weights and at the temperature of RL,
     however the evaluation sampled. None where no sample has tokens.
     """
@@ -99,9 +96,8 @@ async def measure_policy(
         return {}
     batch = convert_to_batch(samples, temperature=run.config.rollout.temperature)
     scores = await opened.backend.forward_with_entropy(batch).result()
-    if against:
-        path = await trio.to_thread.run_sync(partial(resolve_model, against, seed=run.config.seed))
-        async with open_frozen_reference(path, **scorer_options(run, opened)) as other:
+    if run.against:
+        async with open_frozen_reference(run.against, **scorer_options(run, opened)) as other:
             scores.append(await other.score(batch))
     found = await trio.to_thread.run_sync(measure_responses, batch, scores)
     return {f"eval/{HELD_OUT}/{name}": value for name, value in found.items()}
@@ -151,7 +147,7 @@ def read_peak_rss_gib() -> float:
     if status.exists():  # ru_maxrss counts what the process was before exec; VmHWM does not
         (peak,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(peak.split()[1]) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # bytes on macOS
 
 
 def print_report(run: Run, summary: dict[str, Any]) -> None:

@@ -30,7 +30,6 @@ from rollouts.metrics.jsonl import next_attempt
 from rollouts.metrics.progress import Progress, open_progress
 from rollouts.metrics.writer import open_jsonl_logger
 from rollouts.models.devices import choose_device
-from rollouts.models.load import resolve_model, stop_token_ids
 from rollouts.preflight.checks import PreparedRun, check_losses, look_at_run, prepare_run
 from rollouts.preflight.findings import Findings, print_findings
 from rollouts.preflight.functions import open_functions
@@ -73,7 +72,7 @@ async def run_rank(command: argparse.Namespace, config: RunConfig, launch: Launc
         arm_crash_points(os.environ, rank=launch.rank)
         check_losses(config, command.stages, Findings(raises=True))
         async with join_ranks(launch, config) as opened:
-            await serve_rank(opened, config, find_model=partial(resolve_model, seed=config.seed))
+            await serve_rank(opened, config)
     return 0
 
 
@@ -183,7 +182,6 @@ async def train_stages(
                     reach("start.opened")
                     run = Run(
                         **{**vars(prepared), "functions": functions},
-                        stop_ids=stop_token_ids(prepared.tokenizer, model_path),
                         logger=logger,
                         stop=stop,
                         device=device,
@@ -204,9 +202,8 @@ async def open_record(
     """
     run_dir, output = prepared.run_dir, prepared.config.output
     try:
-        run_dir.root.mkdir(parents=True, exist_ok=True)
         write_atomically(run_dir.config, dump_config(prepared.config))
-    except (OSError, StorageError) as error:
+    except StorageError as error:
         raise RunDirError(
             f"output.dir={run_dir.root} cannot be written ({error}); name another directory with"
             " --output.dir DIR"

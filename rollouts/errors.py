@@ -19,6 +19,7 @@
     │   ├── RewardTimeout           a reward function took longer than it may
     │   ├── RewardCrashed           a reward function ended or spoiled the process it ran in
     │   └── EnvironmentFailed       an environment, not the policy, is at fault
+    ├── TrajectoryLeftOut           a limit ended a trajectory, and rl.rollout.at_limit leaves such out
     ├── ToolError                   what a tool call did wrong, in words for the model
     ├── BackendError
     │   ├── EarlierStepFailed       a step before this one failed; call reset()

@@ -223,6 +223,15 @@ TOKEN_LEVEL = (  # fields of RolloutBatch beside `tokens` that have one array [T
     "turn_rewards",
     "trajectory_tokens",
 )
+LOSS_FIELDS = {  # of RolloutBatch and of a loss's inputs, by the column that the record keeps them in
+    "advantage": "advantages",
+    "old": "old_log_probs",
+    "mu": "rollout_log_probs",
+    "ref": "ref_log_probs",
+    "return": "returns",
+    "value": "old_values",
+    "trajectory": "trajectory_tokens",
+}
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots: response_lengths is kept

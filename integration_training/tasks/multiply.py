@@ -41,9 +41,9 @@ def make_rows(*, size: int, seed: int, tool: bool = True) -> list[Row]:
 
 def _make_row(draw: random.Random, *, tool: bool) -> Row:
     first, second = draw.randint(10, 99), draw.randint(10, 99)
-    system = [{"role": "system", "content": SYSTEM if tool else SYSTEM.partition(".")[0] + "."}]
+    system = {"role": "system", "content": SYSTEM if tool else SYSTEM.partition(".")[0] + "."}
     question = {"role": "user", "content": f"{first} * {second}"}
-    return {"prompt": [*system, question], "answer": str(first * second), "factors": [first, second]}
+    return {"prompt": [system, question], "answer": str(first * second), "factors": [first, second]}
 
 
 def make_examples(*, size: int, seed: int, tool: bool = True) -> list[Row]:

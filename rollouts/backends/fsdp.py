@@ -26,6 +26,7 @@ from rollouts.config.schema import RunConfig
 from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceFuture, DeviceThread, open_device_thread
 from rollouts.errors import ConfigError, RunDirError
+from rollouts.models.load import resolve_model
 from rollouts.ranks.channel import Channel, Command, RankChannel
 from rollouts.ranks.meet import AgreedFailure, OpenRanks, Ranks, encode_error
 
@@ -75,7 +76,7 @@ def send_config(opened: OpenRanks, config: RunConfig, model_path: Path) -> None:
     opened.channel.send({"name": "begin", "config": dump_config(config), "model_path": str(model_path)})
 
 
-async def serve_rank(opened: OpenRanks, config: RunConfig, *, find_model: FindPath) -> None:
+async def serve_rank(opened: OpenRanks, config: RunConfig) -> None:
     """What rank 0 asks of this rank, until it closes the channel.
 
     A model that is not where rank 0 has it, as on another machine, is found by its name. Raises ConfigError
@@ -91,7 +92,10 @@ async def serve_rank(opened: OpenRanks, config: RunConfig, *, find_model: FindPa
         opened.channel,
         opened.ranks,
         find_path=partial(
-            find_directory, base_model=begin["model_path"], name=config.model.name, find_model=find_model
+            find_directory,
+            base_model=begin["model_path"],
+            name=config.model.name,
+            find_model=partial(resolve_model, seed=config.seed),
         ),
     )
 

@@ -122,6 +122,7 @@ class RankedTrainingBackend:
     ) -> None:
         self.model = trainer.model
         self.ranks = trainer.ranks
+        self.autocast_dtype = trainer.autocast_dtype  # that the trainer multiplies in; None: float32
         self.device_thread = device_thread
         self._trainer = trainer
         self._channel = channel
@@ -140,6 +141,11 @@ class RankedTrainingBackend:
         self._failure: BaseException | None = None  # of the job that failed; None when the backend works
         self._version = 0  # of the weights, as of the jobs that have run
         self._naming: tuple[DeviceFuture[None], int] | None = None  # the last set_weight_version
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the model."""
+        return self.model.config.get_text_config().vocab_size
 
     # --- the queue
 
@@ -219,13 +225,12 @@ class RankedTrainingBackend:
 
     def _run_shares(self, name: str, batch: RolloutBatch, spec: LossSpec | None) -> tuple[Any, PreparedBatch]:
         """The command's result on all ranks, and the prepared batch."""
-        embeddings: Any = self.model.get_input_embeddings()
         prepared = prepare_batch(
             batch,
             spec,
             self._trainer.find_plan(),
             self._packing,
-            vocab_size=int(embeddings.num_embeddings),
+            vocab_size=self.vocab_size,
             ranks=self.ranks.world_size,
         )
         portions, counts = prepared.portions, self._steps.counts

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from rollouts.data.packing import ATTENTION_COST, MicroBatch, estimate_attention_cost, spread_tokens_to_rows
 from rollouts.errors import BackendError
-from rollouts.models.padded import TOKEN_FIELDS
-from rollouts.types import FloatArray, LossSpec, RolloutBatch, TokenArrays
+from rollouts.types import LOSS_FIELDS, FloatArray, LossSpec, RolloutBatch, TokenArrays
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +30,7 @@ class Portion(NamedTuple):
 
     micro_batch: MicroBatch
     width: int  # tokens of its longest row
-    fields: Mapping[str, FloatArray]  # [M] of each trained token; those of TOKEN_FIELDS that the batch has
+    fields: Mapping[str, FloatArray]  # [M] of each trained token; those of LOSS_FIELDS that the batch has
     counts: bool = True  # False: work without weight, for a rank that would have none in this round
 
 
@@ -52,7 +51,7 @@ def make_portion(micro_batch: MicroBatch, batch: RolloutBatch) -> Portion:
     # in the rows one after the other
     places = micro_batch.token_positions + (np.cumsum(lengths) - lengths)[micro_batch.token_rows]
     fields: dict[str, FloatArray] = {}
-    for name in TOKEN_FIELDS:
+    for name in LOSS_FIELDS.values():
         values = getattr(batch, name)
         if values is not None:
             fields[name] = np.concatenate([values[row] for row in rows])[places].astype(

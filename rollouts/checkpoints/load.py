@@ -86,11 +86,6 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return (json.dumps(content | {"sha256": digest}, indent=1) + "\n").encode()
 
 
-def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
-    """Writes the manifest file. Not synced: the caller decides when the checkpoint becomes visible."""
-    checkpoint_manifest(checkpoint).write_bytes(encode_manifest(manifest))
-
-
 def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint. Raises CheckpointDamaged if it is missing or not as it was written;
     CheckpointError if it is of a schema that this version does not know, or the system does not let it be

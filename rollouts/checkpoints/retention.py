@@ -122,12 +122,6 @@ def choose_checkpoint(stage_dir: Path, *, config_hash: str | None, report: Repor
     remove_incomplete(stage_dir)
     if newest is not None:
         reach("resume.found")
-    set_aside_after(stage_dir, newest, report)
-    return newest
-
-
-def set_aside_after(stage_dir: Path, newest: Path | None, report: Report) -> None:
-    """Takes its name off everything that is called a checkpoint of a later step than `newest`."""
     completed = (parse_step(newest.name) or 0) if newest else -1
     for step, path in reversed(list_named(stage_dir)):
         if step <= completed:
@@ -138,3 +132,4 @@ def set_aside_after(stage_dir: Path, newest: Path | None, report: Report) -> Non
             f"{path} is now called {aside.name}, and training goes on after step {max(completed, 0)}; remove"
             " it when nobody wants to look at it"
         )
+    return newest

@@ -28,7 +28,6 @@ from rollouts.checkpoints.load import (
     is_complete,
     record_file,
     trainer_state_path,
-    write_manifest,
 )
 from rollouts.crash_points import reach
 from rollouts.errors import CheckpointError, StorageError
@@ -98,12 +97,12 @@ def _finish(temporary: Path, path: Path, state_text: str, describe: Callable[[],
     state_file.parent.mkdir(exist_ok=True)
     state_file.write_text(state_text, "utf-8")
     reach("checkpoint.after_state")
-    manifest = describe()
+    manifest, manifest_file = describe(), checkpoint_manifest(temporary)
     fsync_tree(temporary)
     reach("checkpoint.before_manifest")
-    write_manifest(temporary, manifest)
+    manifest_file.write_bytes(encode_manifest(manifest))
     reach("checkpoint.after_manifest")
-    fsync_path(checkpoint_manifest(temporary))
+    fsync_path(manifest_file)
     read_back(temporary, manifest)
     fsync_path(temporary)
     if path.exists() or path.is_symlink():

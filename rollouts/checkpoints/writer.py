@@ -143,7 +143,7 @@ class CheckpointWriter:
     def take_metrics(self) -> dict[str, float]:
         """For the next row: how many saves failed since this was last asked; nothing if none did."""
         failed, self._failed = self._failed, 0
-        return {"checkpoint/failed": float(failed)} if failed else {}
+        return {"checkpoint/failed": failed} if failed else {}
 
     def warn_if_tight(self) -> None:
         """Warns when the disk has no room for two checkpoints: the next is written before the last one may

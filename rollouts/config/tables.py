@@ -363,6 +363,11 @@ class RolloutConfig(SamplingConfig):
     """seconds one reward call may take; after it the sample has failed"""
 
     @property
+    def has_turns(self) -> bool:
+        """Whether trajectories may have several turns."""
+        return bool(self.environment or self.tools or self.agent)
+
+    @property
     def is_scored(self) -> bool:
         """Whether samples get a reward."""
         return bool(self.reward or self.group_reward or self.reward_model or self.environment or self.agent)

@@ -181,7 +181,7 @@ class DataBuffer:
             for name, epoch, count, amount in zip(self._names, epochs, drawn, amounts, strict=True):
                 values[f"source/{name}/epoch"], values[f"source/{name}/drawn"] = epoch, count
                 values[f"source/{name}/share"] = amount / sum(amounts)
-        return {name: float(value) for name, value in values.items()}
+        return values
 
     @cached_property
     def fingerprint(self) -> str:

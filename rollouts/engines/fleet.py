@@ -18,6 +18,7 @@ import random
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import NoReturn
 
 import trio
@@ -85,24 +86,19 @@ async def open_fleet(
             fleet._close()
 
 
+@dataclass(eq=False)
 class Fleet:
     """An InferenceEngine made of many. Made by open_fleet."""
 
-    def __init__(
-        self,
-        max_concurrency: int,
-        down_limit_s: float,
-        random_: random.Random,
-        warn: Callable[[str], None],
-        nursery: trio.Nursery,
-    ) -> None:
+    _max_concurrency: int
+    _down_limit_s: float
+    _random: random.Random
+    _warn: Callable[[str], None]
+    _nursery: trio.Nursery
+
+    def __post_init__(self) -> None:
         self.features: EngineFeatures
         self.published_version = -1
-        self._max_concurrency = max_concurrency
-        self._down_limit_s = down_limit_s
-        self._random = random_
-        self._warn = warn
-        self._nursery = nursery
         self._members: dict[str, FleetMember] = {}
         self._calls: dict[str, Call] = {}  # everyone who is in generate(), by request id
         self._queue: deque[Call] = deque()  # who waits for a seat
@@ -184,14 +180,12 @@ class Fleet:
                 del self._answered_by[next(iter(self._answered_by))]
 
     async def _take_seat(self, call: Call) -> FleetMember:
-        """The engine on which this call has a seat. Raises FleetDown."""
+        """The engine on which this call has a seat. _watch_service ends the wait where nobody serves."""
         queue_up = self._queue.append if call.seat is None else self._queue.appendleft
         call.seat, call.seated, call.stay = None, trio.Event(), trio.CancelScope()
         queue_up(call)
         self._note_service()
         try:
-            if self._is_down():
-                raise self._make_fleet_down(self._down_since)
             self._dispatch()
             await call.seated.wait()
         except BaseException:
@@ -390,16 +384,16 @@ class Fleet:
 
     async def _tell_all(
         self, members: Sequence[FleetMember], tell: Callable[[InferenceEngine], Awaitable[None]]
-    ) -> dict[str, EngineError]:
-        """The errors by engine, when all were told."""
+    ) -> dict[FleetMember, EngineError]:
+        """The errors, when all were told."""
         self._check_open()
-        errors: dict[str, EngineError] = {}
+        errors: dict[FleetMember, EngineError] = {}
 
         async def tell_one(member: FleetMember) -> None:
             try:
                 await tell(member.engine)
             except EngineError as error:
-                errors[member.name] = error
+                errors[member] = error
 
         async with trio.open_nursery() as nursery:
             for member in members:
@@ -450,9 +444,9 @@ class Fleet:
             if not call.is_asked:
                 call.end(None)
         busy = [member for member in self._members.values() if member.calls]
-        for name in await self._tell_all(busy, lambda engine: engine.abort_all()):
-            for call in self._calls.values():
-                if call.aborted and call.seat is not None and call.seat.name == name:
+        for member in await self._tell_all(busy, lambda engine: engine.abort_all()):
+            for call in member.calls:
+                if call.aborted:
                     call.end(None)
 
     async def health(self) -> bool:
@@ -466,7 +460,7 @@ class Fleet:
         running = sum(len(member.calls) for member in self._members.values())
         return EngineLoad(running=running, waiting=len(self._queue))
 
-    def statistics(self) -> dict[str, float]:
+    def statistics(self) -> dict[str, int]:
         """`engine/<name>/…` for each member, and `fleet/…`. state: 0 healthy, 1 suspect, 2 dead, 3
         restarting, 4 stale; version −1: none yet.
         """
@@ -484,7 +478,7 @@ class Fleet:
                 f"engine/{name}/failures": member.all_failures,
                 f"engine/{name}/restarts": member.restarts,
             }
-        return {name: float(value) for name, value in values.items()}
+        return values
 
     # --- life
 

@@ -302,8 +302,7 @@ class ServerEngine:
     async def load(self) -> EngineLoad:
         """What was sent, and what waits here."""
         await trio.lowlevel.checkpoint()
-        sent = len(self._sent())
-        return EngineLoad(running=sent, waiting=len(self._in_flight) - sent)
+        return EngineLoad(**self.statistics())
 
     async def release_memory(self) -> None:
         """Gives memory back. Raises EngineError where the server cannot, and unless it is paused and idle."""
@@ -323,9 +322,9 @@ class ServerEngine:
                 await self.dialect.freeze()  # vLLM's waking up resumes its scheduler
             self._released = False
 
-    def statistics(self) -> Mapping[str, float]:
+    def statistics(self) -> Mapping[str, int]:
         sent = len(self._sent())
-        return {"running": float(sent), "waiting": float(len(self._in_flight) - sent)}
+        return {"running": sent, "waiting": len(self._in_flight) - sent}
 
     # --- life
 

@@ -127,11 +127,6 @@ class SGLangServer(Dialect):
     def __post_init__(self) -> None:
         self._set_salt()
 
-    @property
-    def world_size(self) -> int:
-        """Processes that hold weights."""
-        return self.info.tp_size * self.info.pp_size
-
     def _set_salt(self) -> None:
         """What other weights computed, also for an earlier run, is not used again."""
         self._salt = uuid.uuid4().hex
@@ -237,19 +232,11 @@ class SGLangServer(Dialect):
 
     # --- weights in memory: the server's side of weight_sync.broadcast_sglang
 
-    async def join_group(self, *, address: str, port: int, group_name: str, backend: str) -> None:
-        """Returns when the server has joined the trainer's process group: ranks 1 to world_size, the trainer
-        being 0.
+    async def join_group(self, info: Mapping[str, Any]) -> None:
+        """Returns when the server has joined the trainer's process group; `info` says where that meets
+        (address, port), its name, backend and size, and the server's first rank.
         """
-        body = {
-            "master_address": address,
-            "master_port": port,
-            "group_name": group_name,
-            "backend": backend,
-            "rank_offset": 1,
-            "world_size": 1 + self.world_size,
-        }
-        await self._update("/init_weights_update_group", body)
+        await self._update("/init_weights_update_group", info)
 
     async def leave_group(self, group_name: str) -> None:
         await self._update("/destroy_weights_update_group", {"group_name": group_name})
@@ -274,27 +261,11 @@ class SGLangServer(Dialect):
             return False
         return True
 
-    async def receive_broadcast(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        *,
-        group_name: str,
-        version: int,
-        last: bool,
-    ) -> None:
-        """Returns when the server has taken one flattened bucket out of the group and loaded it. The last one
-        names the version.
+    async def receive_broadcast(self, info: Mapping[str, Any], *, version: int, last: bool) -> None:
+        """Returns when the server has taken one flattened bucket out of the group and loaded it; `info` lists
+        its tensors (names, dtypes, shapes) and names the group. The last one names the version.
         """
-        body = {
-            "names": names,
-            "dtypes": dtypes,
-            "shapes": shapes,
-            "group_name": group_name,
-            "load_format": "flattened_bucket",
-            "flush_cache": last,
-        }
+        body = {**info, "load_format": "flattened_bucket", "flush_cache": last}
         if last:
             body["weight_version"] = str(version)
         await self._update("/update_weights_from_distributed", body)

@@ -22,16 +22,13 @@ import trio
 
 from rollouts.config.tables import RolloutConfig
 from rollouts.crash_points import reach
-from rollouts.data.chat import NO_PARAMS, TemplateParams
 from rollouts.data.rows import parse_prompt
 from rollouts.environments.protocol import Tool, Turn, World
 from rollouts.environments.tools import call_tools
 from rollouts.environments.trajectories import (
     AgentTokenizer,
     ChatFormat,
-    History,
     Node,
-    ResponseTemplate,
     TurnRecord,
     make_chat_format,
     pack_trajectory,
@@ -192,19 +189,11 @@ def make_agent_generate(
     return agent_generate
 
 
-def make_formats(
-    tokenizer: AgentTokenizer,
-    *,
-    params: TemplateParams = NO_PARAMS,
-    read_turn: ResponseTemplate | None = None,
-    history: History = "template",
-) -> MakeFormat:
-    """make_chat_format for the tools of a trajectory, once for equal ones."""
+def make_formats(tokenizer: AgentTokenizer, **options: Any) -> MakeFormat:
+    """make_chat_format, with its other options, for the tools of a trajectory, once for equal ones."""
 
     @functools.lru_cache(maxsize=64)
     def make(schemas: str) -> ChatFormat:
-        return make_chat_format(
-            tokenizer, params=params, tools=json.loads(schemas), read_turn=read_turn, history=history
-        )
+        return make_chat_format(tokenizer, tools=json.loads(schemas), **options)
 
     return lambda tools: make(json.dumps([tool.schema for tool in tools]))

@@ -211,7 +211,8 @@ class AsyncRolloutManager:
         """
         ledger, collector = self._ledger, self._collector
         finished = sum(group.decision is not None for group in ledger.held.values())
-        counts = {
+        return {
+            **self._plan.engine.statistics(),
             "drawn": ledger.drawn,
             "trained": ledger.trained,
             "replayed": ledger.replayed,
@@ -223,7 +224,6 @@ class AsyncRolloutManager:
             **{f"dropped/{name.removeprefix(FILTERED)}": n for name, n in sorted(ledger.dropped.items())},
             **{f"failed/{name}": n for name, n in sorted(ledger.failed.items())},
         }
-        return {**self._plan.engine.statistics(), **{name: float(count) for name, count in counts.items()}}
 
     def check_ledger(self) -> None:
         """Asserts that every prompt drawn is in exactly one place."""

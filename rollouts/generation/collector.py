@@ -70,39 +70,30 @@ class Ledger:
         )
 
 
+@dataclass(eq=False)
 class Collector:
     """The batch in the making, and what goes on into the next. Groups are by index, and each is in one of
     `undecided`, `kept` and `failed_groups`.
     """
 
-    def __init__(
-        self,
-        data_buffer: PromptSource,
-        config: RolloutConfig,
-        plan: GroupPlan,
-        ledger: Ledger,
-        *,
-        pace: Pace | None,
-        in_rounds: bool,
-        max_staleness: int,
-        policy_version: Callable[[], int],
-    ) -> None:
-        """`pace`: decides groups as they finish, and carries over; else they are decided in launch order,
-        `in_rounds` when all have finished.
-        """
-        self._data_buffer = data_buffer
-        self._config = config
-        self._ledger = ledger
-        self._pace = pace
-        self._goes_on = pace is not None and pace.waits_for_engines  # between batches
-        self._in_rounds = in_rounds
-        self._max_staleness = max_staleness
+    data_buffer: PromptSource
+    config: RolloutConfig
+    plan: GroupPlan
+    ledger: Ledger
+    # decides groups as they finish, and carries over; None: they are decided in launch order
+    pace: Pace | None
+    in_rounds: bool  # without a pace: when all that were launched have finished
+    max_staleness: int
+    policy_version: Callable[[], int]
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self._goes_on = self.pace is not None and self.pace.waits_for_engines  # between batches
         # groups; 10 * 1.1 is a little more than 11
         self._at_once = math.ceil(config.num_prompts * config.over_sampling - 1e-9)
         self._draw_limit = config.num_prompts * config.max_attempts  # groups of one batch
-        self._policy_version = policy_version
-        self._plan = plan._replace(
-            policy_version=policy_version,
+        self.plan = self.plan._replace(
+            policy_version=self.policy_version,
             may_continue=lambda oldest: not self._is_stale(oldest),
             is_stopping=lambda: self._is_stopping,
             on_generated=self._note_generated,
@@ -131,7 +122,7 @@ class Collector:
 
     def _note_generated(self) -> None:
         self.generating -= 1
-        if self.generating % self._config.samples_per_prompt == 0:  # room for one more group
+        if self.generating % self.config.samples_per_prompt == 0:  # room for one more group
             self._changed.unpark_all()
 
     def _note_waiting(self, change: int) -> None:
@@ -141,20 +132,20 @@ class Collector:
 
     def note_engine_version(self, version: int) -> None:
         """Every engine that serves has the weights of `version`, or newer ones."""
-        if self._pace is not None:
-            newest = min(version, self._pace.policy_version)
-            self._pace.engine_version = max(self._pace.engine_version, newest)
+        if self.pace is not None:
+            newest = min(version, self.pace.policy_version)
+            self.pace.engine_version = max(self.pace.engine_version, newest)
             self._changed.unpark_all()
 
     def move_to(self, version: int, engine_version: int) -> None:
         """The batch in the making will be consumed at `version`. Finished groups are too old for it only if
         the trainer has skipped versions.
         """
-        assert self._pace is not None
-        self._pace.policy_version = version
+        assert self.pace is not None
+        self.pace.policy_version = version
         for index, group in sorted(self._kept.items()):
             if self._is_stale(group.oldest_version):
-                self._pace.close(index)
+                self.pace.close(index)
                 del self._kept[index]
                 self._drop([group], STALE, returned=True)
         self.note_engine_version(engine_version)
@@ -163,7 +154,7 @@ class Collector:
         """Returns when a batch can be delivered, or the collector has failed."""
         while self.failure is None and not self._is_full():
             await self._changed.park()
-        if self._pace is None or self.failure is not None:
+        if self.pace is None or self.failure is not None:
             await self._ended.wait()
 
     async def stop(self) -> None:
@@ -179,7 +170,7 @@ class Collector:
             if self.generating:
                 # an engine that cannot be told: its requests end by cancellation
                 with suppress(InfrastructureError):
-                    await self._plan.engine.abort_all()
+                    await self.plan.engine.abort_all()
             while self.generating and self.failure is None:
                 await self._changed.park()
         self._scope.cancel()
@@ -210,7 +201,7 @@ class Collector:
     async def _work(self, nursery: trio.Nursery) -> None:
         self._take_held()
         self._launch(nursery, self._undecided.values())
-        while self._pace is not None or not self._is_full():
+        while self.pace is not None or not self._is_full():
             if self._is_full() and not self._goes_on:
                 self._is_stopping = True
             self._launch_more(nursery)
@@ -220,7 +211,7 @@ class Collector:
             while (ready := self._next_ready()) is not None:
                 # replaced at once, even if the batch is full in a moment: else ids would depend on who
                 # finishes first
-                if not self._decide(ready) and self._pace is None:
+                if not self._decide(ready) and self.pace is None:
                     self._launch_more(nursery)
 
     def _launch(self, nursery: trio.Nursery, groups: Iterable[Group]) -> None:
@@ -229,7 +220,7 @@ class Collector:
             nursery.start_soon(self._run, group)
 
     async def _run(self, group: Group) -> None:
-        if await run_group(self._plan, group):
+        if await run_group(self.plan, group):
             self._closed[group.index] = group
             self._changed.unpark_all()
 
@@ -240,45 +231,45 @@ class Collector:
         if self._is_stopping or room <= 0:
             return
         opened = [
-            start_group(index, prompt, self._config.samples_per_prompt)
-            for index, prompt in enumerate(self._data_buffer.get_prompts(room), self._ledger.drawn)
+            start_group(index, prompt, self.config.samples_per_prompt)
+            for index, prompt in enumerate(self.data_buffer.get_prompts(room), self.ledger.drawn)
         ]
         for group in opened:
             self._undecided[group.index] = group
-            if self._pace is not None:
-                self._pace.open(group.index)
-        self._ledger.drawn += len(opened)
+            if self.pace is not None:
+                self.pace.open(group.index)
+        self.ledger.drawn += len(opened)
         self._drawn += len(opened)
         reach("rollout.drawn")
         self._launch(nursery, opened)
 
     def _find_room(self) -> int:
-        if self._pace is None:
+        if self.pace is None:
             return (
                 0
-                if self._in_rounds and self._undecided
+                if self.in_rounds and self._undecided
                 else self._at_once - len(self._kept) - len(self._undecided)
             )
-        if self._goes_on and len(self._pace.finished) >= READY_BATCHES * self._config.num_prompts:
+        if self._goes_on and len(self.pace.finished) >= READY_BATCHES * self.config.num_prompts:
             return 0
-        size = self._config.samples_per_prompt
+        size = self.config.samples_per_prompt
         busy = self.generating - self._waiting
-        return min((self._at_once * size - busy) // size, self._pace.room)
+        return min((self._at_once * size - busy) // size, self.pace.room)
 
     def _is_full(self) -> bool:
-        if self._pace is not None:
-            return self._pace.is_full()
+        if self.pace is not None:
+            return self.pace.is_full()
         more_come = self._undecided or self._drawn < self._draw_limit
-        competing = self._plan.ranker is not None and more_come
-        return len(self._kept) >= (self._at_once if competing else self._config.num_prompts)
+        competing = self.plan.ranker is not None and more_come
+        return len(self._kept) >= (self._at_once if competing else self.config.num_prompts)
 
     def _next_ready(self) -> int | None:
         """The finished group that is to be decided now. In launch order: the one whose turn it is; None while
         that one, or in rounds any of them, still runs, or when the batch is full.
         """
-        if self._pace is not None:
+        if self.pace is not None:
             return next(iter(self._closed), None)
-        if self._is_full() or (self._in_rounds and len(self._closed) < len(self._undecided)):
+        if self._is_full() or (self.in_rounds and len(self._closed) < len(self._undecided)):
             return None
         turn = next(iter(self._undecided), None)
         return turn if turn in self._closed else None
@@ -302,31 +293,31 @@ class Collector:
             self._drop([group], STALE, returned=True)
         else:
             self._kept[index] = group
-            if self._pace is not None:
-                self._pace.finish(index, oldest=group.oldest_version)
+            if self.pace is not None:
+                self.pace.finish(index, oldest=group.oldest_version)
             return True
-        if self._pace is not None:
-            self._pace.close(index)
+        if self.pace is not None:
+            self.pace.close(index)
         return False
 
     def _drop(self, groups: Sequence[Group], reason: str, *, returned: bool) -> None:
         """Counts attempts as dropped, and gives their prompts back if they are `returned`."""
         if groups:
-            self._ledger.dropped[reason] += len(groups)
+            self.ledger.dropped[reason] += len(groups)
             self._dropped[reason] += len(groups)
         if returned:
-            self._data_buffer.return_prompts([group.prompt for group in groups])
+            self.data_buffer.return_prompts([group.prompt for group in groups])
 
     def _is_stale(self, oldest: int | None) -> bool:
         """Whether the batch in the making is too late for tokens, the oldest of this version."""
-        version = self._policy_version() if self._pace is None else self._pace.policy_version
-        return oldest is not None and oldest + self._max_staleness < version
+        version = self.policy_version() if self.pace is None else self.pace.policy_version
+        return oldest is not None and oldest + self.max_staleness < version
 
     def _check_budget(self) -> None:
         """Raises NotEnoughSamples when so many samples failed, or so many groups were drawn, that the batch
         is given up.
         """
-        config = self._config
+        config = self.config
         # else the first failure would be a share of 1
         seen = max(len(self._decided), config.num_prompts) * config.samples_per_prompt
         # max_attempts alone bounds those of engines and of limits
@@ -346,7 +337,7 @@ class Collector:
             hints = f"; the first failure: {self._failed[0].metadata['failure']['message']}"
         if STALE in self._dropped:
             hints += (
-                f"; stale: the engine's weights are more than max_staleness={self._max_staleness} steps"
+                f"; stale: the engine's weights are more than max_staleness={self.max_staleness} steps"
                 " behind the trainer's"
             )
         raise NotEnoughSamples(
@@ -361,34 +352,34 @@ class Collector:
     def deliver(self) -> RolloutBatch:
         """The batch. What is undecided is surplus, or goes on."""
         self._check_budget()
-        if self._pace is not None:
-            chosen = self._pace.choose()
+        if self.pace is not None:
+            chosen = self.pace.choose()
         else:
             best = sorted(self._kept, key=lambda index: (-self._kept[index].score, index))
-            chosen = sorted(best[: self._config.num_prompts])
+            chosen = sorted(best[: self.config.num_prompts])
         groups = [self._kept[index] for index in chosen]
-        assert len(groups) == self._config.num_prompts, (len(groups), self._config.num_prompts)
+        assert len(groups) == self.config.num_prompts, (len(groups), self.config.num_prompts)
         assert not any(self._is_stale(group.oldest_version) for group in groups), (
             "the policy version advanced while a batch was made"
         )
-        replayed, ledger = self._draw_replayed(), self._ledger
+        replayed, ledger = self._draw_replayed(), self.ledger
         samples = [sample for group in groups for sample in group.samples]
         samples += [
             replace(sample, metadata={**sample.metadata, REPLAYED: True})
             for group in replayed
             for sample in group.samples
         ]
-        batch = convert_to_batch(samples, temperature=self._plan.sampling.temperature)
+        batch = convert_to_batch(samples, temperature=self.plan.sampling.temperature)
         ledger.trained += len(groups)
         for index in chosen:
             del self._kept[index]
         for group in self._failed_groups.values():
             ledger.failed[str(group.failure_class)] += 1
             if group.failure_class == INFRASTRUCTURE:
-                self._data_buffer.return_prompts([group.prompt])
+                self.data_buffer.return_prompts([group.prompt])
         self._failed_groups.clear()
         outranked: list[Group] = []
-        if self._pace is None:
+        if self.pace is None:
             outranked = list(self._kept.values())
             self._kept.clear()
             self._drop(outranked, OUTRANKED, returned=False)
@@ -396,17 +387,17 @@ class Collector:
         ledger.last_metrics = compute_batch_metrics(
             groups, outranked=outranked, decided=self._decided, drawn=self._drawn, dropped=self._dropped
         )
-        if self._config.replay:
+        if self.config.replay:
             ledger.replay += groups
             ledger.replayed += len(replayed)
             ledger.last_metrics["groups/replayed"] = Total(len(replayed))
         ledger.last_failed = tuple(self._failed)
         self._begin_batch()
-        if self._pace is not None:
+        if self.pace is not None:
             for index in chosen:
-                self._pace.close(index)
+                self.pace.close(index)
             if self._goes_on:  # the next batch is consumed when the trainer is done with this one
-                self._pace.policy_version += 1
+                self.pace.policy_version += 1
                 self._changed.unpark_all()
         return batch
 
@@ -415,32 +406,32 @@ class Collector:
         one, each as likely as any other. What is too old is forgotten. A pure function of the seed and the
         groups trained so far.
         """
-        ledger = self._ledger
+        ledger = self.ledger
         fresh = [group for group in ledger.replay if not self._is_stale(group.oldest_version or 0)]
-        draws = np.random.default_rng([REPLAY_STREAM, self._plan.seed, ledger.trained])
+        draws = np.random.default_rng([REPLAY_STREAM, self.plan.seed, ledger.trained])
         ledger.replay = fresh
-        chosen = draws.permutation(len(fresh))[: self._config.replay]
+        chosen = draws.permutation(len(fresh))[: self.config.replay]
         return [fresh[index] for index in sorted(chosen)]
 
     def _take_held(self) -> None:
         """Takes over held groups. Those that are too old go, and where nothing is carried over all of them: a
         manager with other settings has held them. Their prompts are returned.
         """
-        held, self._ledger.held = self._ledger.held, {}
+        held, self.ledger.held = self.ledger.held, {}
         returned: list[Group] = []
         for index, group in held.items():
             oldest = group.oldest_version
-            if self._is_stale(oldest) or self._pace is None:
+            if self._is_stale(oldest) or self.pace is None:
                 self._drop([group], STALE if self._is_stale(oldest) else SURPLUS, returned=False)
                 returned.append(group)
                 continue
-            self._pace.open(index, oldest=oldest)
+            self.pace.open(index, oldest=oldest)
             if group.decision is None:
                 self._undecided[index] = group
             else:
                 self._kept[index] = group
-                self._pace.finish(index, oldest=oldest)
-        self._data_buffer.return_prompts([group.prompt for group in returned])
+                self.pace.finish(index, oldest=oldest)
+        self.data_buffer.return_prompts([group.prompt for group in returned])
 
     def open_groups(self) -> list[Group]:
         """All groups that are neither trained nor dropped, in launch order."""
@@ -455,7 +446,7 @@ class Collector:
         """
 
         def is_held(group: Group) -> bool:
-            if self._pace is None or group.index in self._failed_groups:
+            if self.pace is None or group.index in self._failed_groups:
                 return False
             if group.decision is not None:
                 fresh = group.decision.keep and not self._is_stale(group.oldest_version)
@@ -469,16 +460,16 @@ class Collector:
     def put_back(self, reason: str) -> None:
         """Holds and returns what is left; does nothing after a batch that was delivered."""
         if reason == ABORTED:
-            if self._pace is not None:
-                self._pace.policy_version = self._policy_version()
-            self._ledger.last_failed = tuple(self._failed) or self._ledger.last_failed
+            if self.pace is not None:
+                self.pace.policy_version = self.policy_version()
+            self.ledger.last_failed = tuple(self._failed) or self.ledger.last_failed
         held = self.find_held()
         returned = [group for group in self.open_groups() if group.index not in held]
-        self._ledger.held = dict(sorted((self._ledger.held | held).items()))
+        self.ledger.held = dict(sorted((self.ledger.held | held).items()))
         for groups in (self._kept, self._failed_groups, self._undecided, self._closed):
             groups.clear()
         self._drop(returned, reason, returned=True)
-        self._ledger.check(0)
+        self.ledger.check(0)
 
 
 def _count_text(names: Iterable[str]) -> str:

@@ -130,20 +130,19 @@ def print_samples(console: Console, record: Record, found: FoundSamples, *, colo
     """
     rows, reasons = record.read_samples(found.places, TRANSCRIPT), Counter[str]()
     plain = console.color_system not in ("256", "truecolor")
-    updates = find_updates(record, rows) if color else {}
-    tokenizer = find_tokenizer(record) if updates else None
-    for row in rows:
+    updates = find_updates(record, rows) if color else [()] * len(rows)
+    tokenizer = find_tokenizer(record) if any(updates) else None
+    for row, update in zip(rows, updates, strict=True):
         marked: Text | None = None
         if color:
             try:
-                update = updates.get((row["stage"], row["step"], row.get("id")), ())
                 marked = mark_tokens(read_tokens(record, update, tokenizer), color, plain=plain)
             except RecordError as error:
                 reasons[str(error)] += 1
         lines = [Text(make_safe(row["head"], one_line=True), style="bold")]
         said = [*row["turns"], {"said": "→ ", "text": row["response"]}]
         if "messages" in row:
-            said = list_turns(row["messages"], row["trajectory"])
+            said = list_turns(row)
         said = [(make_safe(turn["said"], one_line=True), turn["text"]) for turn in said]
         lines += [marked] if marked else [Text.assemble((who, "bold cyan"), text) for who, text in said]
         for line in [*lines, *(Text(remark, style="dim") for remark in row["remarks"]), ""]:

@@ -2,7 +2,6 @@
 the run keeps of them.
 """
 
-import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,8 +11,8 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from rollouts.errors import RecordError
-from rollouts.inspect.record import Record, find_checkpoints
+from rollouts.errors import RecordError, RunDirError
+from rollouts.inspect.record import Record, find_checkpoints, read_settings
 from rollouts.metrics.jsonl import Row
 from rollouts.metrics.token_shards import read_token_arrays
 
@@ -26,7 +25,7 @@ UPDATES = """
         WHERE coalesce(segments.ending, contributions.id) IN (SELECT unnest(?::VARCHAR[]))
         QUALIFY row_number() OVER (PARTITION BY stage, step, contributions.id ORDER BY update) = 1)
     ORDER BY len(id), id"""
-SPLIT = "— segment {} begins: the chat template rewrote what came before —"
+SPLIT = "— segment {} begins: what came before was written anew —"
 
 
 class SampleTokens(NamedTuple):
@@ -36,15 +35,15 @@ class SampleTokens(NamedTuple):
     values: dict[str, np.ndarray]  # [T] by name of --color, 0 where the mask is; only those that the run kept
 
 
-def find_updates(record: Record, rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
-    """The first update of each of these samples that trained, by stage, step and id; of a trajectory that of
-    each segment, in their order.
+def find_updates(record: Record, rows: Sequence[Row]) -> list[list[Row]]:
+    """The first update that each of these samples was part of, of a trajectory that of each segment, in their
+    order; none of a sample that did not train.
     """
     record.add_views("contributions")
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in record.rows(UPDATES, [[row.get("id", "") for row in rows]]):
         found.setdefault((row["stage"], row["step"], row["ending"]), []).append(row)
-    return found
+    return [found.get((row["stage"], row["step"], row.get("id")), []) for row in rows]
 
 
 def find_tokenizer(record: Record) -> Tokenizer | None:
@@ -53,8 +52,8 @@ def find_tokenizer(record: Record) -> Tokenizer | None:
     """
     run_dir = record.run_dir
     places = [run_dir.checkpoint(stage, step) for stage, step in reversed(find_checkpoints(run_dir))]
-    with suppress(OSError, ValueError, KeyError, TypeError):  # no readable config: the others may do
-        places.append(Path(tomllib.loads(run_dir.config.read_text("utf-8"))["model"]["name"]).expanduser())
+    with suppress(OSError, KeyError, RunDirError):  # no readable config: the others may do
+        places.append(Path(read_settings(run_dir)["model.name"]).expanduser())
     reason = "there is no tokenizer.json yet: the first checkpoint brings it"
     for path in filter(Path.is_file, (place / "tokenizer.json" for place in places)):
         try:

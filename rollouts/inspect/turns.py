@@ -1,20 +1,21 @@
 """A trajectory of many turns as a person reads it."""
 
-from collections.abc import Mapping, Sequence
-
 from rollouts.inspect.record import count_of
 from rollouts.inspect.tokens import SPLIT
-from rollouts.types import ChatMessage, JSONValue, encode_json
+from rollouts.metrics.jsonl import Row
+from rollouts.types import ChatMessage, encode_json
 
 
-def list_turns(messages: Sequence[ChatMessage], trajectory: Mapping[str, JSONValue]) -> list[dict[str, str]]:
-    """Each message as `said`, in brackets who says it with what the record knows of it, and `text`: thinking,
-    content and tool calls. What has no `said` is a line where a segment begins.
+def list_turns(row: Row) -> list[dict[str, str]]:
+    """Each message of a trajectory's row of samples.jsonl as `said`, in brackets who says it with what the
+    record knows of it, and `text`: thinking, content and tool calls. What has no `said` is a line where a
+    segment begins.
 
     The turns of the record are the last messages of the assistant: a prompt may hold others before them.
     """
+    messages: list[ChatMessage] = row["messages"]
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    numbered = reversed([*enumerate(trajectory["turns"], 1)])
+    numbered = reversed([*enumerate(row["trajectory"]["turns"], 1)])
     turns = dict(zip(reversed(answers), numbered, strict=False))
     shown: list[dict[str, str]] = []
     segment, calls = 0, []

@@ -327,8 +327,7 @@ def make_loss_spec(config: RLTrainingConfig) -> LossSpec:
     rollout, constant = config.rollout, None
     if config.normalise_by == "constant":
         groups = rollout.num_prompts + rollout.replay
-        has_turns = rollout.environment or rollout.tools or rollout.agent
-        budget = rollout.max_trajectory_tokens if has_turns else rollout.max_new_tokens
+        budget = rollout.max_trajectory_tokens if rollout.has_turns else rollout.max_new_tokens
         constant = float(groups * rollout.samples_per_prompt * budget)
     return LossSpec(config.loss, params | config.loss_params, unit=config.normalise_by, constant=constant)
 

@@ -172,13 +172,13 @@ def _need_both(inputs: LossInputs) -> tuple[Tensor, Tensor]:
             " already; set rl.recompute_old = true (a loss whose ratio is always against the engine does not"
             " read them), or use a mask, for example token_mask"
         )
-    return inputs.old_log_probs.detach(), mu.detach()
+    return inputs.old_log_probs, mu
 
 
 def _compute_log_weights(inputs: LossInputs) -> Tensor:
     """[B, T] log w, q being old_log_probs or else the policy itself."""
     policy = inputs.log_probs if inputs.old_log_probs is None else inputs.old_log_probs
-    return compute_log_ratio(policy.detach(), inputs.need("rollout_log_probs").detach())
+    return compute_log_ratio(policy.detach(), inputs.need("rollout_log_probs"))
 
 
 # --- by name ------------------------------------------------------------------------------------------------

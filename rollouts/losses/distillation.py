@@ -8,6 +8,7 @@ in rollouts.advantages.distillation, with self-distillation.
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def compute_tiled_divergence(
     What lies between the logits and the result is computed again for the gradient.
     """
     return _in_tiles(
-        lambda student, teacher: compute_divergence(student, teacher, beta=beta, temperature=temperature),
+        partial(compute_divergence, beta=beta, temperature=temperature),
         student_logits,
         teacher_logits,
         vocab_size=student_logits.shape[-1],
@@ -96,13 +97,12 @@ def compute_linear_divergence(
             f"the heads have {len(weight)} and {len(teacher_weight)} rows; both models must have one"
             " vocabulary"
         )
-    teacher_head = teacher_weight.detach()
     return _in_tiles(
         lambda student, teacher: compute_divergence(
-            student @ weight.T, teacher @ teacher_head.T, beta=beta, temperature=temperature
+            student @ weight.T, teacher @ teacher_weight.T, beta=beta, temperature=temperature
         ),
         hidden,
-        teacher_hidden.detach(),
+        teacher_hidden,
         vocab_size=len(weight),
     )
 

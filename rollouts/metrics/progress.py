@@ -24,19 +24,18 @@ Progress = Callable[[str, int, Mapping[str, float]], None]
 
 @contextmanager
 def open_progress(
-    console: Console | None = None,
-    total_steps: Mapping[str, int] | None = None,
+    console: Console,
+    total_steps: Mapping[str, int],
     *,
     every_s: float = 5.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Progress]:
-    """Shows steps on `console` (stderr if None): in a live table if that is a terminal, else in plain lines,
-    at most every `every_s` seconds, and the first and last step of a stage.
+    """Shows steps on `console`: in a live table if that is a terminal, else in plain lines, at most every
+    `every_s` seconds, and the first and last step of a stage.
 
-    `total_steps` per stage is what it counts towards; a stage without one has no end in sight. It draws when
-    it is told something, and owns no thread and no task.
+    `total_steps` of each stage is what it counts towards. It draws when it is told something, and owns no
+    thread and no task.
     """
-    console, totals = console or Console(stderr=True), total_steps or {}
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
     began: dict[str, tuple[int, float]] = {}  # by stage: first step, when it ended
     shown: dict[str, dict[str, str]] = {}  # by stage: text by label
@@ -44,15 +43,15 @@ def open_progress(
 
     def show(stage: str, step: int, metrics: Mapping[str, float]) -> None:
         nonlocal last_line_s
-        now, total = clock(), totals.get(stage)
+        now, total = clock(), total_steps[stage]
         is_first = stage not in began
         first_step, first_time = began.setdefault(stage, (step, now))
         # the pace since the first step was reported, or of this step if it is the first
         pace_s = (now - first_time) / (step - first_step) if step > first_step else metrics.get("time/step")
-        texts = shown[stage] = {"stage": stage, "step": str(step) if total is None else f"{step}/{total}"}
+        texts = shown[stage] = {"stage": stage, "step": f"{step}/{total}"}
         for label, names, form in SHOWN:
             texts[label] = next((form.format(metrics[name]) for name in names if name in metrics), "")
-        texts["eta"] = "" if total is None or pace_s is None else format_duration((total - step) * pace_s)
+        texts["eta"] = "" if pace_s is None else format_duration((total - step) * pace_s)
         # a terminal that is gone or a full disk under a log ends no run; rich answers a broken pipe by
         # SystemExit
         with suppress(OSError, ValueError, SystemExit):

@@ -85,12 +85,10 @@ def cut_sample_row(row: dict[str, Any]) -> None:
 
 
 def shorten_json(value: JSONValue, chars: int) -> JSONValue:
-    """The value, or the beginning of its JSON text and a remark if that is longer than `chars`."""
-    if isinstance(value, str):
-        return value if len(value) <= chars else f"{value[:chars]}… ({len(value)} characters)"
+    """The value, or the beginning of its text or JSON and a remark if that is longer than `chars`."""
     if value is None or isinstance(value, (int, float)):
         return value
-    text = encode_json(value)
+    text = value if isinstance(value, str) else encode_json(value)
     return value if len(text) <= chars else f"{text[:chars]}… ({len(text)} characters)"
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -27,6 +27,7 @@ from rollouts.errors import RecordError, StorageError
 from rollouts.metrics.contributions import Place, UpdateRecord
 from rollouts.metrics.record_files import FLAGS, write_whole
 from rollouts.run_dir import RunDir
+from rollouts.types import LOSS_FIELDS
 
 Array = NDArray[Any]
 SHARD_BYTES = 64 << 20
@@ -59,17 +60,11 @@ def collect_columns(update: UpdateRecord) -> dict[str, Sequence[Array]]:
         "tokens": batch.tokens,
         "mask": batch.loss_masks,
         "version": batch.weight_versions or [np.full(len(row), -1) for row in batch.tokens],
-        "mu": batch.rollout_log_probs,
         "log_prob": traced and traced.log_probs,
         "slope": traced and traced.slopes,
         "weight": traced and traced.weights,
-        "advantage": batch.advantages,
-        "old": batch.old_log_probs,
-        "ref": batch.ref_log_probs,
-        "value": batch.old_values,
-        "return": batch.returns,
         "turn_reward": batch.turn_rewards,
-        "trajectory": batch.trajectory_tokens,
+        **{name: getattr(batch, field) for name, field in LOSS_FIELDS.items()},
     }
     return {name: values for name, values in columns.items() if values is not None}
 
@@ -93,24 +88,18 @@ def read_token_arrays(run_dir: RunDir, row: Mapping[str, Any]) -> Mapping[str, A
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            return _read_block(file, row.get("id", ""))
+            size, crc = PREFIX.unpack(file.read(PREFIX.size))
+            body = file.read(min(size, BLOCK_BYTES_MAX))
+        sample_id = row.get("id", "")
+        if len(body) != size or zlib.crc32(body, zlib.crc32(sample_id.encode())) != crc:
+            raise ValueError(f"no block of the sample {sample_id!r} with the checksum that was written")
+        return safetensors.numpy.load(body)
     except FileNotFoundError as error:
         raise RecordError(
             f"{path} of {what} was removed: arrays of the newest steps are kept; ask for a later step"
         ) from error
     except (OSError, ValueError, struct.error, SafetensorError) as error:
         raise RecordError(f"{path} at {offset} is damaged, or cannot be read ({error})") from error
-
-
-def _read_block(file: BinaryIO, sample_id: str) -> dict[str, Array]:
-    """The sample's columns [T]. Raises OSError, and ValueError, struct.error or SafetensorError for bytes
-    that are not a whole block of this sample as it was written.
-    """
-    size, crc = PREFIX.unpack(file.read(PREFIX.size))
-    body = file.read(min(size, BLOCK_BYTES_MAX))
-    if len(body) != size or zlib.crc32(body, zlib.crc32(sample_id.encode())) != crc:
-        raise ValueError(f"no block of the sample {sample_id!r} with the checksum that was written")
-    return safetensors.numpy.load(body)
 
 
 # --- writing ------------------------------------------------------------------------------------------------

@@ -17,20 +17,10 @@ from torch import Tensor
 from rollouts.data.packing import make_micro_batches
 from rollouts.losses.inputs import LossInputs
 from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_outputs, plan_plainly
-from rollouts.types import RolloutBatch
+from rollouts.types import LOSS_FIELDS, RolloutBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-TOKEN_FIELDS = (
-    "advantages",
-    "old_log_probs",
-    "rollout_log_probs",
-    "ref_log_probs",
-    "returns",
-    "old_values",
-    "trajectory_tokens",
-)
 
 
 class TokenLogProbs(NamedTuple):
@@ -115,7 +105,7 @@ def make_loss_inputs(
     )
     fields: dict[str, Any] = {
         name: pad_rows(rows, device=model.device)
-        for name in TOKEN_FIELDS
+        for name in LOSS_FIELDS.values()
         if (rows := getattr(batch, name)) is not None
     }
     return LossInputs(log_probs=log_probs, mask=mask, entropy=entropy, **fields)

@@ -39,7 +39,18 @@ def sample_completions(
     """
     if not requests:
         return []
-    _check_requests(model, requests)
+    embeddings: Any = model.get_input_embeddings()
+    context, rotary = find_context_limit(model.config) or UNLIMITED, find_rotary_limit(model.config)
+    limit = context if rotary is None else min(context, rotary.tokens)
+    seen = set[str]()
+    for request in requests:
+        check_request(request, vocab_size=len(embeddings.weight), max_context=limit)
+        if request.request_id in seen:
+            raise RequestRefused(
+                f"request {request.request_id!r} is there twice; both would draw the same tokens: give every"
+                " request its own id"
+            )
+        seen.add(request.request_id)
     longest = max(len(one.prompt_ids) + one.sampling.max_new_tokens for one in requests)
     opened = open_decoder(model, max_context=longest, max_rows=len(requests), compiled=False)
     rows = [Row(request, make_draw(seed, request)) for request in requests]
@@ -51,18 +62,3 @@ def sample_completions(
             batch.step(weight_version)
             batch.take_ended()
     return [row.completion() for row in rows]
-
-
-def _check_requests(model: PreTrainedModel, requests: Sequence[GenerateRequest]) -> None:
-    embeddings: Any = model.get_input_embeddings()
-    context, rotary = find_context_limit(model.config) or UNLIMITED, find_rotary_limit(model.config)
-    seen = set[str]()
-    for request in requests:
-        limit = context if rotary is None else min(context, rotary.tokens)
-        check_request(request, vocab_size=len(embeddings.weight), max_context=limit)
-        if request.request_id in seen:
-            raise RequestRefused(
-                f"request {request.request_id!r} is there twice; both would draw the same tokens: give every"
-                " request its own id"
-            )
-        seen.add(request.request_id)

@@ -50,6 +50,7 @@ class PreparedRun:
     base_model: Path = Path()
     tokenizer: Any = None
     teacher: Path | None = None  # the directory of RL's; None: there is none here
+    against: Path | None = None  # the directory of eval.against; None: it names none
     prepared: PreparedRows = field(default_factory=PreparedRows)
 
 
@@ -74,7 +75,8 @@ def prepare_run(config: RunConfig, stages: Sequence[str], run_dir: RunDir, findi
         template = config.model.chat_template
         run.tokenizer = load_tokenizer(run.base_model, chat_template=Path(template) if template else None)
         if config.eval and (name := config.eval.against):
-            check_tokens(resolve_model(name, seed=config.seed), "eval.against", run.tokenizer)
+            run.against = resolve_model(name, seed=config.seed)
+            check_tokens(run.against, "eval.against", run.tokenizer)
         run.prepared = prepare_rows(config, rows, run.tokenizer, context_length, findings)
         with findings.reporting("output.dir"):
             saved = load_recorded(run_dir.config) if run_dir.config.exists() else None

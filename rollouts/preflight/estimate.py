@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollouts.config.schema import REFERENCE_FREE, RunConfig
-from rollouts.errors import ModelError
 from rollouts.loops.algorithm import needs_reference
-from rollouts.models.directories import list_tensors
+from rollouts.models.directories import list_tensors, naming_errors
 from rollouts.models.host_memory import read_free_memory
 from rollouts.preflight.findings import Finding
 from rollouts.preflight.rows import PreparedRows, Rows
@@ -38,11 +37,9 @@ class ModelSize(NamedTuple):
 def read_model_config(model_dir: Path) -> dict[str, Any]:
     """config.json of a model directory, of a model with several parts the text part. Raises ModelError."""
     path = model_dir / "config.json"
-    try:
+    with naming_errors(f"{path} is not the config.json of a model directory"):
         config = json.loads(path.read_text("utf-8"))
         return config.get("text_config", config)
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{path} is not the config.json of a model directory: {error}") from error
 
 
 def read_model_size(model_dir: Path) -> ModelSize | None:

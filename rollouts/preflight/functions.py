@@ -21,7 +21,7 @@ from rollouts.config.plugins import load_function
 from rollouts.config.schema import RLTrainingConfig, RunConfig
 from rollouts.config.secrets import flatten
 from rollouts.config.tables import RolloutConfig
-from rollouts.data.rows import Row
+from rollouts.data.rows import Row, parse_prompt
 from rollouts.environments.protocol import Tool
 from rollouts.environments.proxy import check_agent
 from rollouts.environments.tools import load_tool
@@ -38,7 +38,7 @@ from rollouts.rewards.call import call_filter, call_group_reward, call_ranker, c
 from rollouts.rewards.check import apply_reward, function_name, is_async
 from rollouts.rewards.combine import apply_weights, check_weights
 from rollouts.rewards.workers import name_function, open_workers
-from rollouts.types import RewardResult, Sample, SampleGroup, Status
+from rollouts.types import ChatMessage, RewardResult, Sample, SampleGroup, Status
 
 SETTINGS = {  # that name functions: field of Functions → key, which ends with the role
     "generate": "rl.rollout.generate",
@@ -259,11 +259,12 @@ async def call_functions(config: RunConfig, functions: Functions, rows: Rows, fi
 
 async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findings: Findings) -> None:
     timeout_s = config.rollout.reward_timeout_s
-    both = make_trial_samples(rows.list_rows("rl"))
+    turns = config.rollout.has_turns
+    both = make_trial_samples(rows.list_rows("rl"), turns=turns)
     own = functions.eval_reward if config.eval and config.eval.reward else None
     group: SampleGroup | None = None
     trials: list[tuple[str, Any, list[Sample]]] = [
-        ("eval.reward", own, make_trial_samples(rows.list_rows("eval"))[:1]),
+        ("eval.reward", own, make_trial_samples(rows.list_rows("eval"), turns=turns)[:1]),
         ("rl.rollout.reward", functions.reward, both),
         ("rl.rollout.group_reward", functions.group_reward, both),
     ]
@@ -297,20 +298,26 @@ async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findin
             findings.note("ok", "rl.rollout.ranker", text)
 
 
-def make_trial_samples(rows: Sequence[Row]) -> list[Sample]:
-    """Two samples of the first row: one whose response is its answer, and one with something else. None where
-    there is no row.
+def make_trial_samples(rows: Sequence[Row], *, turns: bool) -> list[Sample]:
+    """Two samples of the first row: one whose response is its answer, and one with something else; with
+    `turns` each as a conversation too, of one turn. None where there is no row.
     """
-    return [
-        Sample(
-            id=f"trial-s{index:03d}",
-            prompt=row["prompt"],
-            response=response,
-            group_index=0,
-            status=Status.COMPLETED,
+    samples: list[Sample] = []
+    for row in rows[:1]:
+        for index, response in enumerate((str(row.get("answer", WRONG_ANSWER)), WRONG_ANSWER)):
             # a copy, as in a run: what a function changes in one sample is not in the other
-            metadata=copy.deepcopy({**row, "prompt_id": "row-0", "epoch": 0}),
-        )
-        for row in rows[:1]
-        for index, response in enumerate((str(row.get("answer", WRONG_ANSWER)), WRONG_ANSWER))
-    ]
+            metadata = copy.deepcopy({**row, "prompt_id": "row-0", "epoch": 0})
+            if turns:
+                said = ChatMessage(role="assistant", content=response)
+                metadata["messages"] = [*parse_prompt(row["prompt"]), said]
+            samples.append(
+                Sample(
+                    id=f"trial-s{index:03d}",
+                    prompt=row["prompt"],
+                    response=response,
+                    group_index=0,
+                    status=Status.COMPLETED,
+                    metadata=metadata,
+                )
+            )
+    return samples

@@ -145,24 +145,21 @@ def _add_up(sizes: Collection[ModelSize]) -> int:
     return sum(size.held for size in sizes) + max((size.loading - size.held for size in sizes), default=0)
 
 
-@asynccontextmanager
-async def open_model_cache(
+def open_model_cache(
     *,
     budget_bytes: int,
     measure: Measure,
     open_model: Callable[[str], AbstractAsyncContextManager[T]],
-) -> AsyncIterator[ReferenceCache[T]]:
+) -> AbstractAsyncContextManager[ReferenceCache[T]]:
     """A cache of at most `budget_bytes` of models. Nothing is loaded before a lease asks for it.
 
     `measure` gives the size of a model before it is loaded; `open_model` loads it, and frees its memory when
     it is left. When it raises, Cancelled too, nothing of the model is left in memory.
     """
-    async with aclosing(ReferenceCache(budget_bytes, measure, open_model)) as cache:
-        yield cache
+    return aclosing(ReferenceCache(budget_bytes, measure, open_model))
 
 
-@asynccontextmanager
-async def open_reference_cache(
+def open_reference_cache(
     *,
     budget_bytes: int,
     device_thread: DeviceThread,
@@ -171,7 +168,7 @@ async def open_reference_cache(
     dtype: ReferenceDtype = "float32",
     cache_dir: Path | None = None,
     say: Say = lambda _: None,
-) -> AsyncIterator[ReferenceCache[FrozenReference]]:
+) -> AbstractAsyncContextManager[ReferenceCache[FrozenReference]]:
     """Frozen references by what resolve_model takes: a directory, a name on the hub, bundled:…, tiny:….
 
     `budget_bytes` bounds the weights on `device`; what a forward pass needs beside them comes on top. Models
@@ -199,9 +196,8 @@ async def open_reference_cache(
             yield reference
             await reference.release()
 
-    async with open_model_cache(
+    return open_model_cache(
         budget_bytes=budget_bytes,
         measure=lambda name: trio.to_thread.run_sync(measure, name),
         open_model=open_model,
-    ) as cache:
-        yield cache
+    )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rollouts.errors import ConfigError, DataError, ModelError
-from rollouts.models.directories import check_model_directory, list_tensors
+from rollouts.models.directories import list_tensors
 from rollouts.models.limits import find_context_limit
 from rollouts.models.sampling import sample_completions
 from rollouts.types import FloatRows, GenerateRequest, RolloutBatch, SamplingParams
@@ -159,7 +159,6 @@ def count_bytes_by_headers(path: Path, dtype: str) -> int:
     In 8bit and 4bit a mixture's router is counted as exact and an embedding or head, told by its name, as 8
     bits. Raises ModelError.
     """
-    check_model_directory(path)
     sizes = (math.prod(shape) * _count_bits(name, shape, dtype) / 8 for name, _, shape in list_tensors(path))
     return BUFFER_BYTES + sum(map(math.ceil, sizes))
 

@@ -8,11 +8,11 @@ server's dtype: in bfloat16 a log-prob is off by some hundredths of a nat. Writt
 SGLang 0.5.23.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -44,7 +44,6 @@ SILENCE_S = 600.0  # without a byte, after which an answer is given up
 class ServerReference:
     """A LogProbScorer on a server. Made by open_server_reference."""
 
-    metrics: ClassVar[Mapping[str, float]] = {}
     _server: Server
     _kind: ServerKind
     _model: str

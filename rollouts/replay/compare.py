@@ -22,18 +22,9 @@ from rollouts.losses import LossInputs, resolve_loss, wants_entropy_gradient
 from rollouts.metrics.jsonl import Row, newest_attempts, parse_row
 from rollouts.metrics.token_shards import read_token_arrays
 from rollouts.run_dir import RunDir, list_parts
-from rollouts.types import LossSpec
+from rollouts.types import LOSS_FIELDS, LossSpec
 
 Columns = Mapping[str, NDArray[Any]]  # [T] of one row, by name
-FIELDS = {  # of LossInputs, by the column that holds them
-    "mu": "rollout_log_probs",
-    "advantage": "advantages",
-    "old": "old_log_probs",
-    "ref": "ref_log_probs",
-    "value": "old_values",
-    "return": "returns",
-    "trajectory": "trajectory_tokens",
-}
 CHUNK_TOKENS = 1 << 19  # padded, of rows that are computed at once
 CHOOSE_AMONG_MICRO_BATCH = ("clip_cov", "kl_cov")
 TOLERANCE = 1e-5  # of a loss relative to max(FLOOR, |loss|), and of a share
@@ -208,7 +199,7 @@ def read_step(run_dir: RunDir, stage: str, step: int) -> StepRecord:
     """
     if not run_dir.metrics.exists():
         raise RunDirError(f"{run_dir.root} has no metrics.jsonl; name a run directory, for example runs/demo")
-    steps = newest_attempts(find_rows(run_dir, run_dir.metrics, stage, step))
+    steps = newest_attempts(find_rows(run_dir.metrics, stage, step))
     if not steps:
         raise RecordError(
             f"{run_dir.root} has no row of {stage} step {step}; it was not trained, or is not complete"
@@ -216,7 +207,7 @@ def read_step(run_dir: RunDir, stage: str, step: int) -> StepRecord:
     metrics = steps[-1]
     attempt = metrics["attempt"]
     by_update: dict[int, list[Row]] = {}
-    for row in find_rows(run_dir, run_dir.contributions, stage, step):
+    for row in find_rows(run_dir.contributions, stage, step):
         if row.get("attempt") == attempt:
             by_update.setdefault(row["update"], []).append(row)
     if not by_update:
@@ -238,7 +229,7 @@ def read_step(run_dir: RunDir, stage: str, step: int) -> StepRecord:
     return StepRecord(metrics, updates)
 
 
-def find_rows(run_dir: RunDir, path: Path, stage: str, step: int) -> list[Row]:
+def find_rows(path: Path, stage: str, step: int) -> list[Row]:
     """The rows of a step of every attempt, in the order of the file; torn lines are left out.
 
     Lines are told apart before they are parsed, for a long run has millions.
@@ -327,5 +318,5 @@ def make_inputs(rows: Sequence[Columns]) -> tuple[LossInputs, Tensor]:
         return pad_sequence([torch.tensor(row[name], dtype=torch.float64) for row in rows], batch_first=True)
 
     log_probs = pad("log_prob").requires_grad_()
-    fields: dict[str, Any] = {field: pad(name) for name, field in FIELDS.items() if name in rows[0]}
+    fields: dict[str, Any] = {field: pad(name) for name, field in LOSS_FIELDS.items() if name in rows[0]}
     return LossInputs(log_probs=log_probs, mask=pad("mask") > 0, **fields), log_probs

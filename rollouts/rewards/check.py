@@ -26,6 +26,9 @@ TRACEBACK_FRAMES, TRACEBACK_CHARS = 4, 2000  # of a failure's record, the last
 # exceptions that a user's function may raise as its own; KeyboardInterrupt and Cancelled are not among them
 RAISED = (Exception, SystemExit, GeneratorExit)
 
+PlainReward = Callable[[Sample], RewardResult]
+"""A reward as this library makes them: not async, and its answer is the record."""
+
 
 def check_reward(answer: object, where: str) -> RewardResult:
     """`answer` as a record: a finite number, a mapping of named parts whose sum is the reward, or a

@@ -15,7 +15,7 @@ import re
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError, DataError, UserFunctionError
 from rollouts.processes.program import run_program
+from rollouts.rewards.check import PlainReward
 from rollouts.rewards.exact import read_answer
 from rollouts.types import RewardResult, Sample
 
@@ -75,7 +76,7 @@ def make_code_reward(
     require: Sequence[str] = (),
     namespaces: bool = True,
     import_paths: Sequence[str] = (),
-) -> Callable[[Sample], RewardResult]:
+) -> PlainReward:
     """A reward of 1 if all tests in metadata[key] pass, otherwise 0; with `partial` the fraction that pass.
 
     The tests are Python source or a list of sources (assert statements, or a `check(candidate)` as in

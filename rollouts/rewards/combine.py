@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollouts.rewards.check import add_up, check_reward, function_name, is_async, require
+from rollouts.rewards.check import PlainReward, add_up, check_reward, function_name, is_async, require
 from rollouts.types import RewardResult, Sample
 
 SyncReward = Callable[[Sample], Any]
@@ -16,7 +16,7 @@ def combine_rewards(
     *,
     weights: Mapping[str, float] | None = None,
     aggregate: Callable[[list[float]], float] = math.fsum,
-) -> Callable[[Sample], RewardResult]:
+) -> PlainReward:
     """A reward of Σ weight · reward over the named sync rewards; without weights each counts once. aggregate
     takes the place of the sum: max, min, math.prod, or a function of your own of the products.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollouts.errors import ConfigError
 from rollouts.messages import parse_json
-from rollouts.rewards.check import check_reward, function_name, require
+from rollouts.rewards.check import PlainReward, check_reward, function_name, require
 from rollouts.types import RewardResult, Sample
 
 THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
@@ -22,7 +22,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
         raise ConfigError(f"pattern={pattern!r} is not a regular expression: {error}") from error
 
 
-def make_format_reward(pattern: str, *, weight: float = 1.0) -> Callable[[Sample], RewardResult]:
+def make_format_reward(pattern: str, *, weight: float = 1.0) -> PlainReward:
     """A reward of `weight` where the whole response matches the regular expression (a dot matches newlines
     too), otherwise 0.
 
@@ -41,7 +41,7 @@ think_answer_format = make_format_reward(THINK_ANSWER)
 """1 where the response is <think>…</think> followed by <answer>…</answer> and nothing else."""
 
 
-def make_tags_reward(tags: Sequence[str], *, partial: bool = False) -> Callable[[Sample], RewardResult]:
+def make_tags_reward(tags: Sequence[str], *, partial: bool = False) -> PlainReward:
     """A reward of 1 where the response is <tag>…</tag> of each tag, in this order and with nothing but white
     space between, otherwise 0.
 
@@ -68,7 +68,7 @@ def make_tags_reward(tags: Sequence[str], *, partial: bool = False) -> Callable[
     return tags_reward
 
 
-def make_json_reward(required_keys: Sequence[str]) -> Callable[[Sample], RewardResult]:
+def make_json_reward(required_keys: Sequence[str]) -> PlainReward:
     """A reward of 1 where the whole response is a JSON object with these keys, otherwise 0; without keys any
     JSON value will do.
 
@@ -99,7 +99,7 @@ json_format = make_json_reward(())
 
 def make_extracted(
     reward: Callable[[Sample], Any], pattern: str = ANSWER_TAG, *, pick: str = "last"
-) -> Callable[[Sample], RewardResult]:
+) -> PlainReward:
     """`reward` of the sample with its response cut down to what the pattern's group holds, the <answer> tag's
     text unless told otherwise.
 

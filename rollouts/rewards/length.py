@@ -1,10 +1,9 @@
 """How long the response is."""
 
 import math
-from collections.abc import Callable
 from typing import Literal
 
-from rollouts.rewards.check import require, require_choice
+from rollouts.rewards.check import PlainReward, require, require_choice
 from rollouts.types import RewardResult, Sample
 
 LengthUnit = Literal["tokens", "words", "characters"]
@@ -17,9 +16,7 @@ def measure_length(sample: Sample, unit: LengthUnit) -> int:
     return len(sample.response.split()) if unit == "words" else len(sample.response)
 
 
-def make_soft_overlong_punishment(
-    *, max_tokens: int, buffer_tokens: int, weight: float = 1.0
-) -> Callable[[Sample], RewardResult]:
+def make_soft_overlong_punishment(*, max_tokens: int, buffer_tokens: int, weight: float = 1.0) -> PlainReward:
     """A punishment from 0 down to -weight over the last `buffer_tokens` before `max_tokens`; n is the number
     of tokens that train.
 
@@ -43,9 +40,7 @@ def make_soft_overlong_punishment(
     return soft_overlong_punishment
 
 
-def make_length_target(
-    *, target: int, width: int, unit: LengthUnit = "words"
-) -> Callable[[Sample], RewardResult]:
+def make_length_target(*, target: int, width: int, unit: LengthUnit = "words") -> PlainReward:
     """A reward of max(0, 1 - |length - target| / width): 1 at the target, 0 from `width` away on. Part
     `length` is the reward itself.
 
@@ -62,9 +57,7 @@ def make_length_target(
     return length_target
 
 
-def make_length_cutoff(
-    *, most: int, least: int = 0, unit: LengthUnit = "tokens"
-) -> Callable[[Sample], RewardResult]:
+def make_length_cutoff(*, most: int, least: int = 0, unit: LengthUnit = "tokens") -> PlainReward:
     """A reward of 1 where least <= length <= most, otherwise 0. Part `length` is the reward itself.
 
     Raises ConfigError unless 0 <= least <= most, or if the unit is unknown.

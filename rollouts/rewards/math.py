@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from rollouts.errors import DataError, RewardTimeout, UserFunctionError
-from rollouts.rewards.check import import_extra, require
+from rollouts.rewards.check import PlainReward, import_extra, require
 from rollouts.rewards.exact import read_answer, read_answers
 from rollouts.types import RewardResult, Sample
 
@@ -38,9 +38,7 @@ def numeric_match(sample: Sample, *, key: str = "answer", tolerance: float = 0.0
     return _compare_numbers(sample, key, lambda wanted: Fraction(tolerance) * max(1, abs(wanted)))
 
 
-def make_numeric_reward(
-    *, key: str = "answer", relative: float = 0.0, absolute: float = 0.0
-) -> Callable[[Sample], RewardResult]:
+def make_numeric_reward(*, key: str = "answer", relative: float = 0.0, absolute: float = 0.0) -> PlainReward:
     """numeric_match with |response - answer| <= max(relative · |answer|, absolute), both bounds included; by
     default exact.
 
@@ -95,9 +93,7 @@ def math_match(sample: Sample) -> RewardResult:
     return make_math_reward()(sample)
 
 
-def make_math_reward(
-    *, key: str = "answer", timeout_s: int = 5, strict: bool = True
-) -> Callable[[Sample], RewardResult]:
+def make_math_reward(*, key: str = "answer", timeout_s: int = 5, strict: bool = True) -> PlainReward:
     r"""A reward of 1 if the formula that the response ends with equals metadata[key], a text or a list of
     accepted ones; otherwise 0.
 

@@ -165,9 +165,9 @@ class Broadcast:
         self,
         make_peer: Callable[[InferenceEngine], Peer],
         *,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int,
         dtype: torch.dtype | None = None,
-        progress_s: float = PROGRESS_S,
+        progress_s: float,
     ) -> None:
         self._make_peer = make_peer
         self._options = (bucket_bytes, dtype, progress_s)

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -71,40 +70,35 @@ class SGLangPeer:
         self._has_session = await self._server.begin_transfer()
 
     async def _join(self) -> None:
-        server, name = self._server, self._group_name
-        if server.info.dp_size != 1:
+        name, info = self._group_name, self._server.info
+        if info.dp_size != 1:
             raise EngineError(
-                f"{self.name} has --dp-size {server.info.dp_size}; weights in memory reach only servers with"
+                f"{self.name} has --dp-size {info.dp_size}; weights in memory reach only servers with"
                 " 1, or update from disk"
             )
-        size = 1 + server.world_size
+        size = 1 + info.tp_size * info.pp_size  # the server's processes that hold weights
         store = host_store(HOST, self._timeout, size)
+        meeting = {
+            "master_address": HOST,
+            "master_port": store.port,
+            "group_name": name,
+            "backend": self._wire,
+            "rank_offset": 1,
+            "world_size": size,
+        }
 
         async def meet() -> None:
-            make = partial(make_group, store, name, size, self._timeout, wire=self._wire)
-            self._group = await run_on(self.device, make)
+            self._group = await run_on(
+                self.device, lambda: make_group(store, name, size, self._timeout, wire=self._wire)
+            )
 
-        await run_all(
-            partial(
-                server.join_group,
-                address=HOST,
-                port=store.port,
-                group_name=name,
-                backend=self._wire,
-            ),
-            meet,
-        )
+        await run_all(lambda: self._server.join_group(meeting), meet)
 
     async def send(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
+        info = {**bucket.describe(), "group_name": self._group_name}
         await run_all(
-            partial(
-                self._server.receive_broadcast,
-                *bucket.describe(),
-                group_name=self._group_name,
-                version=version,
-                last=last,
-            ),
-            partial(self._broadcast, bucket.flat),
+            lambda: self._server.receive_broadcast(info, version=version, last=last),
+            lambda: self._broadcast(bucket.flat),
         )
 
     async def _broadcast(self, flat: torch.Tensor) -> None:
@@ -188,9 +182,9 @@ class VLLMPeer:
         async def broadcast() -> None:
             await wait_sent((await run_on(self.device, start)).query)
 
-        names, dtype_names, shapes = bucket.describe()
-        described = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
-        await run_all(lambda: self._server.update_weights(described), broadcast)
+        info = bucket.describe()
+        info["dtype_names"] = info.pop("dtypes")
+        await run_all(lambda: self._server.update_weights(info), broadcast)
 
     async def end(self, version: int) -> None:
         await self._server.finish_weight_update(version)

@@ -9,6 +9,7 @@ Only a stop, or what ends a run, saves between two updates (`rl.sync_every` > 1)
 come after an update.
 """
 
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -37,15 +38,12 @@ async def hold_engine_weights(engine: InferenceEngine, version: int) -> WriteMod
         return None
     weights = await engine.copy_weights()
 
-    async def write(checkpoint: Path) -> None:
-        def work() -> None:
-            folder = checkpoint_state_dir(checkpoint)
-            folder.mkdir(exist_ok=True)
-            write_safetensors(folder / ENGINE_FILE, weights, metadata={VERSION: str(served)})
+    def write(checkpoint: Path) -> None:
+        folder = checkpoint_state_dir(checkpoint)
+        folder.mkdir(exist_ok=True)
+        write_safetensors(folder / ENGINE_FILE, weights, metadata={VERSION: str(served)})
 
-        await trio.to_thread.run_sync(work)
-
-    return write
+    return partial(trio.to_thread.run_sync, write)
 
 
 def read_engine_weights(checkpoint: Path) -> tuple[dict[str, Tensor], int] | None:
@@ -80,7 +78,7 @@ async def sync_as_saved(
     True if the trainer's weights are not its own any more: restore them.
     """
     held = await trio.to_thread.run_sync(read_engine_weights, checkpoint)
-    if held is None or not isinstance(engine, LocalEngine) or engine.features.shares_weights:
+    if held is None or not engine.features.in_memory_update:
         await sync_weights(backend, [engine], version)
         return False
     weights, served = held

@@ -1,7 +1,7 @@
 """Tensors in buckets of a given size, and a bucket as one flat tensor of bytes."""
 
 from collections.abc import Iterable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ class FlatBucket(NamedTuple):
     flat: Tensor  # [bytes] uint8, a copy
     tensors: Bucket  # views of it, wider elements first, so that each is aligned
 
-    def describe(self) -> tuple[list[str], list[str], list[list[int]]]:
-        """Names, dtypes and shapes of the tensors, as servers are told them."""
+    def describe(self) -> dict[str, list[Any]]:
+        """The names, dtypes and shapes of the tensors, as servers are told them."""
         names, tensors = zip(*self.tensors, strict=True)
         dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-        return [*names], dtypes, [list(tensor.shape) for tensor in tensors]
+        shapes = [list(tensor.shape) for tensor in tensors]
+        return {"names": [*names], "dtypes": dtypes, "shapes": shapes}
 
 
 def flatten_tensors(tensors: Bucket, *, dtype: torch.dtype | None, device: torch.device) -> FlatBucket:

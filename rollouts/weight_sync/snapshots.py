@@ -6,7 +6,7 @@
 
 A crash at any point leaves vN complete or a .tmp- directory that no reader looks at. No more than one tensor
 is held beside the model (or those that a model's files join into one). Where training goes on meanwhile, the
-device thread only copies (hold_weights), and the snapshot is written from the copy.
+device thread only copies (DiskSnapshots.hold), and the snapshot is written from the copy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MANIFEST_NAME = "manifest.json"
-SNAPSHOT_NAME = re.compile(r"v(0|[1-9][0-9]{0,17})(?:-([2-9]|[1-9][0-9]{1,8}))?")  # version, edition
+SNAPSHOT_NAME = re.compile(r"v(0|[1-9][0-9]{0,17})(?:-(?:[2-9]|[1-9][0-9]{1,8}))?")  # version, edition
 COPIED_FILES = (  # what a server may want of a model directory beside weights
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt",
@@ -91,8 +91,24 @@ class DiskSnapshots:
         self._cleared = False
 
     async def hold(self, backend: TrainingBackend) -> HeldWeights | None:
-        """A copy of the weights, for export(); None where memory has no room for one."""
-        return await hold_weights(backend, dtype=self._dtype)
+        """A copy of the weights, in the dtype of a snapshot, for export(); None where memory has no room to
+        spare.
+        """
+        held, free = HeldWeights(getattr(backend, "model", None), []), read_free_memory()
+        dtype = self._dtype
+        if free is not None and free < ROOM * count_bytes(held.model, dtype):
+            return None
+
+        def copy(bucket: Bucket) -> None:
+            held.buckets.append(
+                [
+                    (name, one.detach().to("cpu", dtype if one.is_floating_point() else None, copy=True))
+                    for name, one in bucket
+                ]
+            )
+
+        await stream_guarded(backend, copy)
+        return held
 
     async def export(self, source: WeightSource, version: int) -> Snapshot:
         """The weights as `version`. One that it made before is verified and returned again.
@@ -172,24 +188,6 @@ async def stream_guarded(source: WeightSource, take: Callable[[Bucket], object])
         awaited = False
     if failures:
         raise failures[0]
-
-
-async def hold_weights(backend: TrainingBackend, *, dtype: torch.dtype | None = None) -> HeldWeights | None:
-    """A copy of the trainer's weights in the dtype of a snapshot; None where memory has no room to spare."""
-    held, free = HeldWeights(getattr(backend, "model", None), []), read_free_memory()
-    if free is not None and free < ROOM * count_bytes(held.model, dtype):
-        return None
-
-    def copy(bucket: Bucket) -> None:
-        held.buckets.append(
-            [
-                (name, tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True))
-                for name, tensor in bucket
-            ]
-        )
-
-    await stream_guarded(backend, copy)
-    return held
 
 
 def count_bytes(model: PreTrainedModel | None, dtype: torch.dtype | None) -> int:
@@ -300,8 +298,11 @@ def _finish(
         fsync_path(file)
         files.append(record_file(temporary, file))
     files.sort(key=lambda record: record.path)
-    version, _ = parse_snapshot_name(path.name) or (0, 0)
-    content = {"schema": 1, "version": version, "files": msgspec.to_builtins(files)}
+    content = {
+        "schema": 1,
+        "version": parse_snapshot_name(path.name),
+        "files": msgspec.to_builtins(files),
+    }
     (temporary / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     fsync_path(temporary / MANIFEST_NAME)
     fsync_path(temporary)
@@ -315,16 +316,16 @@ def _finish(
 # --- the folder ---------------------------------------------------------------------------------------------
 
 
-def parse_snapshot_name(name: str) -> tuple[int, int] | None:
-    """(version, edition) of `vN` (edition 1) or `vN-E`; None for any other name."""
+def parse_snapshot_name(name: str) -> int | None:
+    """The version of `vN`, or of another edition of it, `vN-E`; None for any other name."""
     match = SNAPSHOT_NAME.fullmatch(name)
-    return (int(match[1]), int(match[2] or 1)) if match else None
+    return int(match[1]) if match else None
 
 
 def list_snapshots(folder: Path) -> list[tuple[int, Path]]:
-    """(version, path) of every complete snapshot in `folder`, by version and edition."""
-    named = [(parsed, path) for path in folder.glob("v*") if (parsed := parse_snapshot_name(path.name))]
-    return [(version, path) for (version, _), path in sorted(named)]
+    """(version, path) of every complete snapshot in `folder`."""
+    named = ((parse_snapshot_name(path.name), path) for path in folder.glob("v*"))
+    return [(version, path) for version, path in named if version is not None]
 
 
 def check_snapshot(snapshot: Snapshot) -> None:

@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -86,6 +86,7 @@ class _Step:
     released: trio.Event | None  # set once the trainer may change its weights
 
 
+@dataclass(eq=False)
 class WeightSync:
     """Updates engines, revives those that come back, and remembers what they proved. One for a run.
 
@@ -95,37 +96,28 @@ class WeightSync:
     load it. Without a fleet, a single engine that fails raises WeightSyncError.
     """
 
-    def __init__(
-        self,
-        probe: Probe,
-        *,
-        keeper: DiskSnapshots | None = None,
-        fleet: Fleet | None = None,
-        transport: Transport | None = None,
-        limits: SilenceLimits | None = None,
-        patience_s: float = 600.0,
-        warn: Callable[[str], object] = log_warning,
-        spans: SpanRecorder | None = None,
-    ) -> None:
-        """`patience_s`: how long an update that reached no engine waits for one, while keep_engines_current
-        runs.
-        """
+    probe: Probe
+    _: KW_ONLY
+    keeper: DiskSnapshots | None = None
+    fleet: Fleet | None = None
+    transport: Transport | None = None
+    limits: SilenceLimits | None = None
+    # how long an update that reached no engine waits for one, while keep_engines_current runs
+    patience_s: float = 600.0
+    warn: Callable[[str], object] = log_warning
+    spans: SpanRecorder | None = None
+
+    def __post_init__(self) -> None:
         self.published: Published | None = None
-        self._probe = probe
-        self._keeper = keeper
-        self._fleet = fleet
-        self._transport = transport
         self._make_plan = partial(
             UpdatePlan,
-            probe=probe,
+            probe=self.probe,
             proven=ProvenVersions(),
-            fleet=fleet,
-            limits=limits or SilenceLimits(),
-            warn=warn,
-            spans=spans,
+            fleet=self.fleet,
+            limits=self.limits or SilenceLimits(),
+            warn=self.warn,
+            spans=self.spans,
         )
-        self._patience_s = patience_s
-        self._warn = warn
         self._lock = trio.Lock()
         self._failed_revivals: Counter[str] = Counter()
         self._keeping = 0  # tasks in keep_engines_current
@@ -155,18 +147,18 @@ class WeightSync:
         published_before = self.published
         try:
             shared = engines and all(engine.features.shares_weights for engine in engines)
-            expected = np.zeros(0, np.float32) if shared else await score_by_trainer(self._probe, backend)
+            expected = np.zeros(0, np.float32) if shared else await score_by_trainer(self.probe, backend)
             step = _Step(backend, Published(version, expected), backend, released)
             return await self._sync_patiently(step, engines)
         finally:
             self._syncing -= 1
             left, self._left_to_sync = self._left_to_sync, {}
             for engine in left.values() if self.published is published_before else ():
-                if self._fleet is not None and self._fleet.needs_update(engine):  # it announces it again
-                    self._fleet.fail(engine, WeightSyncError("the update that was to include it failed"))
+                if self.fleet is not None and self.fleet.needs_update(engine):  # it announces it again
+                    self.fleet.fail(engine, WeightSyncError("the update that was to include it failed"))
 
     async def _sync_patiently(self, step: _Step, engines: Sequence[InferenceEngine]) -> Mapping[str, float]:
-        give_up_at, wait_s = trio.current_time() + self._patience_s, RETRY_BASE_S
+        give_up_at, wait_s = trio.current_time() + self.patience_s, RETRY_BASE_S
         while True:
             arrived = self._arrived  # before the attempt, so that an engine that comes back during it counts
             try:
@@ -178,7 +170,7 @@ class WeightSync:
                 if not self._keeping:
                     raise
                 left_s = give_up_at - trio.current_time()
-                self._warn(
+                self.warn(
                     f"{error}\nThe update waits for an engine that comes back, for {left_s:.0f} s at most."
                 )
                 with trio.move_on_at(give_up_at) as waiting:
@@ -192,36 +184,36 @@ class WeightSync:
         reach("sync.begin")
         members: list[InferenceEngine] = []
         for engine in engines:
-            fleet = self._fleet if engine is self._fleet else None
+            fleet = self.fleet if engine is self.fleet else None
             members += [engine] if fleet is None else fleet.members_for_update()
         in_memory = [one.features.in_memory_update for one in members if not one.features.shares_weights]
         target = step.target
-        if self._transport is None and not all(in_memory):
+        if self.transport is None and not all(in_memory):
             if not any(in_memory):
                 await self._release(step)
             target = await self._export(step)
         sizes: list[int] = []
         updates = await self._update(step, target, members, sizes)
-        if target.snapshot is None and self._fleet is not None and self._keeper is not None:
+        if target.snapshot is None and self.fleet is not None and self.keeper is not None:
             await self._release(step)
             self.published = target = await self._export(step)
         metrics = compute_sync_metrics(updates)
-        if target.snapshot is not None and self._keeper is not None:
-            await self._keeper.prune(target.snapshot.path)
+        if target.snapshot is not None and self.keeper is not None:
+            await self.keeper.prune(target.snapshot.path)
             sizes.append(target.snapshot.weight_bytes)
         return {**metrics, "weight_sync/bytes": sum(sizes)} if metrics else {}
 
     async def _export(self, step: _Step) -> Published:
-        if self._keeper is None:
+        if self.keeper is None:
             raise WeightSyncError("an engine loads weights only from disk; give WeightSync a keeper")
-        snapshot = await self._keeper.export(step.source, step.target.version)
+        snapshot = await self.keeper.export(step.source, step.target.version)
         return step.target._replace(snapshot=snapshot)
 
     async def _release(self, step: _Step) -> None:
         """Lets the trainer go on, if there is room for a copy of its weights."""
-        if step.released is None or step.released.is_set() or self._keeper is None:
+        if step.released is None or step.released.is_set() or self.keeper is None:
             return
-        held = await self._keeper.hold(step.backend)
+        held = await self.keeper.hold(step.backend)
         if held is not None:
             step.source = held
             step.released.set()
@@ -231,11 +223,11 @@ class WeightSync:
     ) -> list[EngineUpdate]:
         """What became of each engine; `sizes` gets the bytes that each was given in memory."""
 
-        transport = self._transport
+        transport = self.transport
 
         def publish() -> None:  # also where the update is cancelled after some have committed
-            if self._fleet is not None:
-                self._fleet.publish(target.version)
+            if self.fleet is not None:
+                self.fleet.publish(target.version)
             self.published = target
             self._failed_revivals.clear()
             reach("sync.published")
@@ -255,7 +247,7 @@ class WeightSync:
         )
         updates = await sync_weights_to_engines(engines, plan, publish=publish)
         failures = describe_failures(updates)
-        if failures and self._fleet is None:
+        if failures and self.fleet is None:
             raise WeightSyncError(
                 f"weight version {target.version} did not reach every engine, and there is no fleet that"
                 f" would keep requests from the others:\n{failures}"
@@ -272,16 +264,16 @@ class WeightSync:
         waits for the next update, which tries it in any case. Before the first publication nothing is
         revived: it announces every stale engine. An update by the loop cancels the revival under way.
         """
-        assert self._fleet is not None, "only a fleet announces engines"
+        assert self.fleet is not None, "only a fleet announces engines"
         self._keeping += 1
         try:
-            async for engine in self._fleet.stale_members:
+            async for engine in self.fleet.stale_members:
                 arrived, self._arrived = self._arrived, trio.Event()
                 arrived.set()
                 async with self._lock:
                     if self._syncing:
                         self._left_to_sync[engine.features.name] = engine
-                    elif self._fleet.needs_update(engine):
+                    elif self.fleet.needs_update(engine):
                         await self._revive(engine)
         finally:
             self._keeping -= 1
@@ -306,9 +298,7 @@ class WeightSync:
         except WeightSyncError as error:  # the fleet and `warn` were told
             self._failed_revivals[name] += 1
             if self._failed_revivals[name] >= MAX_REVIVALS:
-                self._warn(
-                    f"engine {name} could not be revived; it waits for the next weight update: {error}"
-                )
+                self.warn(f"engine {name} could not be revived; it waits for the next weight update: {error}")
 
 
 async def _load_snapshot(published: Published, engine: InferenceEngine) -> None:
@@ -396,14 +386,14 @@ async def open_synced_fleet(
             spans=spans,
         )
         nursery.start_soon(sync.keep_engines_current)
-        yield fleet, partial(_sync_members, sync, fleet)
 
+        async def sync_members(*step: Any, **options: Any) -> Mapping[str, float]:
+            """Waits for a member that can be updated, and has the fleet's statistics as metrics."""
+            await fleet.wait_members_for_update()
+            metrics = await sync(*step, **options)
+            return {**metrics, **{make_metric_name(key): value for key, value in fleet.statistics().items()}}
 
-async def _sync_members(sync: WeightSync, fleet: Fleet, *step: Any, **options: Any) -> Mapping[str, float]:
-    """A SyncWeights: waits for a member that can be updated, and has the fleet's statistics as metrics."""
-    await fleet.wait_members_for_update()
-    metrics = await sync(*step, **options)
-    return {**metrics, **{make_metric_name(key): value for key, value in fleet.statistics().items()}}
+        yield fleet, sync_members
 
 
 def make_metric_name(name: str) -> str:

@@ -200,7 +200,7 @@ async def sync_weights_to_engines(
     for name, count in Counter(engine.features.name for engine in engines).items():
         if count > 1:
             raise WeightSyncError(f"{count} engines are named {name!r}; give each a `name` of its own")
-    together = None if plan.load_together is None else _Together(engines, plan.load_together)
+    together = _Together(engines)
     updates = [EngineUpdate(engine, plan, together) for engine in engines]
     try:
         await run_all(*(update.run for update in updates))
@@ -245,9 +245,8 @@ class _Together:
     silence.
     """
 
-    def __init__(self, engines: Sequence[InferenceEngine], load_together: LoadTogether) -> None:
+    def __init__(self, engines: Sequence[InferenceEngine]) -> None:
         self._expected = {engine.features.name for engine in engines}
-        self._load_together = load_together
         self._here: dict[str, InferenceEngine] = {}
         self._all_here, self._done = trio.Event(), trio.Event()
         self._outcomes: Mapping[str, Exception | None] = {}
@@ -258,15 +257,15 @@ class _Together:
         if not self._expected:
             self._all_here.set()
 
-    async def load(self, engine: InferenceEngine) -> None:
-        """Returns when `engine` has the weights. Raises its error."""
+    async def load(self, engine: InferenceEngine, load_together: LoadTogether) -> None:
+        """Returns when `load_together` has given `engine` the weights. Raises the error of this engine."""
         name, first = engine.features.name, not self._here
         self._here[name] = engine
         self.leave(name)
         if first:
             await self._all_here.wait()
             try:
-                self._outcomes = await self._load_together(tuple(self._here.values()))
+                self._outcomes = await load_together(tuple(self._here.values()))
             except Exception as error:  # of the transport as a whole
                 self._outcomes = dict.fromkeys(self._here, error)
             self._done.set()
@@ -282,7 +281,7 @@ class EngineUpdate:
 
     engine: InferenceEngine
     plan: UpdatePlan
-    together: _Together | None
+    together: _Together
     phase: str = "close"  # reached last: a field of SilenceLimits, or commit
     error: Exception | None = None  # why it is out of service
     committed: bool = False
@@ -317,8 +316,7 @@ class EngineUpdate:
                 f" phase {self.phase}: {type(error).__name__}: {error}"
             )
         finally:
-            if self.together is not None:
-                self.together.leave(self.name)
+            self.together.leave(self.name)
             if not self.committed and fleet is not None:
                 cancelled = WeightSyncError(f"the update was cancelled in phase {self.phase}")
                 fleet.fail(self.engine, self.error or cancelled)
@@ -333,8 +331,7 @@ class EngineUpdate:
         if not loaded or await self._watch("set_version", engine.weight_version) != plan.version:
             plan.proven.holds.pop(self.name, None)
             await self._replace_weights()
-        if self.together is not None:
-            self.together.leave(self.name)
+        self.together.leave(self.name)
         with self._measure("_probe"):
             scored = await self._watch("probe", lambda: score_by_engine(plan.probe, engine, plan.version))
             checksum = await self._read_checksum() if engine.features.checksum else None
@@ -354,9 +351,9 @@ class EngineUpdate:
                 await self._watch("pause", lambda: engine.pause(mode))
                 reach("sync.before_load")
                 with self._measure("_load"):
-                    if self.together is not None:
+                    if self.plan.load_together is not None:
                         self.phase = "load"
-                        await self.together.load(engine)
+                        await self.together.load(engine, self.plan.load_together)
                     else:
                         await self._watch("load", lambda: self.plan.load(engine))
                 await self._check_version()

@@ -13,6 +13,7 @@ import pytest
 
 from rollouts.checkpoints.load import find_newest_checkpoint
 from rollouts.metrics.jsonl import read_rows
+from tests.support.compare_runs import assert_same_run
 from tests.support.fork_server import ForkServer, open_fork_server, place_ranks
 from tests.support.kill_harness import IMPORTS, RANK_IMPORTS
 
@@ -23,7 +24,13 @@ SHORT = shlex.split("""
     --sft.steps 20 --rl.steps 4 --rl.eval_every 2 --rl.rollout.filters []
     --output.checkpoint_every 4 --output.keep_checkpoints 0
 """)
+STEPS = [*(("sft", step) for step in range(1, 21)), *(("rl", step) for step in range(1, 5))]  # of SHORT
 LIMIT_S = 300.0
+
+
+def read_tiny() -> str:
+    """The text of TINY for a file that lies elsewhere."""
+    return TINY.read_text().replace("../tasks", str(TINY.parents[1] / "tasks"))
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,18 @@ class Train:
         attempts = [(number, 1 if number <= int(step) else 2) for number in range(1, len(rows) + 1)]
         assert [(row["step"], row["attempt"]) for row in rows] == attempts
         return rows
+
+    def run_whole_and_parts(
+        self, argv: list[str], folder: Path, stop_after: str
+    ) -> tuple[list[dict[str, Any]], Path, Path]:
+        """What stop_and_resume() gives, and the directories of a run that nobody stopped and of that one,
+        which are the same to the bit.
+        """
+        whole, parts = folder / "whole", folder / "parts"
+        self.fork([*argv, "--output.dir", str(whole)], whole)
+        rows = self.stop_and_resume([*argv, "--output.dir", str(parts)], parts, stop_after)
+        assert_same_run(whole, parts, stopped=True)
+        return rows, whole, parts
 
     def run_fresh(
         self, out: Path, *arguments: str, torchrun: bool = False

@@ -70,58 +70,43 @@ def loss(inputs: Any, *, unit: str, **params: Any) -> Any:
     return LOSSES["reinforce"](drawn, unit=unit, **params)
 
 
-def hold_generate() -> None:
+def hold_calls(function: Callable[..., Any], phase: str, *, until_released: bool = False) -> Any:
+    """The async function; in its phase a call waits first, for good or until RELEASED is there."""
     import trio
 
+    released = Path(os.environ["HOLD_REACHED"]).with_name(RELEASED)
+
+    async def held(*arguments: Any, **options: Any) -> Any:
+        if is_held(phase):
+            note_reached()
+            while not (until_released and released.exists()):  # noqa: ASYNC110
+                await trio.sleep(PIECE_S)
+        return await function(*arguments, **options)
+
+    return held
+
+
+def hold_generate() -> None:
     from rollouts.generation import generate
 
     original: Callable[..., Any] = generate.make_chat_generate
 
     def make_held(*arguments: Any, **options: Any) -> Any:
-        chat = original(*arguments, **options)
-
-        async def held(sample: Any, engine: Any, sampling: Any) -> Any:
-            if is_held("generate"):
-                note_reached()
-                await trio.sleep_forever()
-            return await chat(sample, engine, sampling)
-
-        return held
+        return hold_calls(original(*arguments, **options), "generate")
 
     generate.make_chat_generate = make_held
 
 
 def hold_sync() -> None:
-    import trio
-
     from rollouts.weight_sync.sync import WeightSync
 
-    original: Callable[..., Any] = WeightSync.__call__
-
-    async def held(self: Any, *arguments: Any, **options: Any) -> Any:
-        if is_held("sync"):
-            note_reached()
-            await trio.sleep_forever()
-        return await original(self, *arguments, **options)
-
-    WeightSync.__call__ = held
+    WeightSync.__call__ = hold_calls(WeightSync.__call__, "sync")
 
 
 def hold_save() -> None:
-    import trio
-
     from rollouts.checkpoints import writer
 
-    original = writer.save_checkpoint
-
-    async def held(*arguments: Any, **options: Any) -> Any:
-        if is_held("save"):
-            note_reached()
-            while not Path(os.environ["HOLD_REACHED"]).with_name(RELEASED).exists():  # noqa: ASYNC110
-                await trio.sleep(PIECE_S)
-        return await original(*arguments, **options)
-
-    writer.save_checkpoint = held
+    writer.save_checkpoint = hold_calls(writer.save_checkpoint, "save", until_released=True)
 
 
 def hold_startup() -> None:

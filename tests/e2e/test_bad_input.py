@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from integration_training.train import main
-from tests.e2e.conftest import TINY
+from tests.e2e.conftest import TINY, read_tiny
 from tests.support.text_tables import cases
 
 Run = Callable[..., tuple[int, str]]
@@ -44,7 +44,7 @@ dataset = "basic_arithmetic" | dataset = "basic_aritmetic" | basic_aritmetic bas
 name = "tiny:byte" | name = "tiny:bite" | tiny:bite
 """)
 def test_a_wrong_setting_is_named_with_the_way_out(run: Run, tmp_path: Path, old: str, new: str, wanted: str):
-    text = TINY.read_text().replace("../tasks", str(TINY.parents[1] / "tasks"))
+    text = read_tiny()
     assert old in text
     config = tmp_path / "config.toml"
     config.write_text(text.replace(old, new))
@@ -179,7 +179,11 @@ def test_a_dry_run_reports_and_trains_nothing(run: Run, tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("arguments", ["--mode sft", "--config"])
+@cases("""
+arguments
+--mode sft
+--config
+""")
 def test_a_wrong_command_line_exits_with_2(arguments: str):
     with pytest.raises(SystemExit) as exit_info:
         main(arguments.split())

@@ -11,7 +11,14 @@ import pytest
 from rollouts.crash_points import POINTS
 from tests.e2e.conftest import Train
 from tests.e2e.kill_jobs import BOTH, GAME, RL, RL_RANKS, SFT, STALE_GAME
-from tests.support.kill_harness import Cut, Job, KillHarness, open_kill_harness
+from tests.support.kill_harness import (
+    Cut,
+    Job,
+    KillHarness,
+    check_nothing_lost,
+    check_rows_of_attempt,
+    open_kill_harness,
+)
 
 pytestmark = pytest.mark.slow
 ONE_OF_EACH_CLASS = (
@@ -89,8 +96,6 @@ def test_runs_killed_at_random_instants_go_on_exactly(job: Job, train: Train, tm
 
 def test_a_step_that_is_lost_is_noticed(both: KillHarness, tmp_path: Path):
     """The harness itself: a run whose newest checkpoint vanishes between two attempts breaks a promise."""
-    from tests.support.kill_harness import check_nothing_lost, check_rows_of_attempt
-
     assert check_nothing_lost({"sft": 3}, {"sft": 2}) == ["sft: step 3 was complete, and now 2 is"]
     assert check_nothing_lost({"sft": 3}, {"sft": 3, "rl": 1}) == []
     assert check_rows_of_attempt(both.reference, {}, 0.0) == []

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import TINY, Train
-from tests.support.compare_runs import assert_same_run
 from tests.support.text_tables import cases
 
 pytestmark = pytest.mark.slow
@@ -28,15 +27,9 @@ reset(every=3)         | 0 0 0 1 1 1
 def test_a_reference_that_moves_goes_on_where_it_was(
     train: Train, tmp_path: Path, update: str, moved: list[float]
 ):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
     argv = ["--config", str(TINY), "--mode", "rl", *SETTINGS, "--reference.update", update]
-    train.fork([*argv, "--output.dir", str(whole)], whole)
-    rows = train.stop_and_resume([*argv, "--output.dir", str(parts)], parts, "rl:3")
+    rows, *runs = train.run_whole_and_parts(argv, tmp_path, "rl:3")
     assert [row["reference/updates"] for row in rows] == moved, "when the batch of each step was scored"
-    assert_same_run(whole, parts, stopped=True)
     for file in ("model.safetensors", "moving_reference.json"):
-        held = [
-            (run / "checkpoints" / "rl" / "step_6" / "reference" / file).read_bytes()
-            for run in (whole, parts)
-        ]
+        held = [(run / "checkpoints" / "rl" / "step_6" / "reference" / file).read_bytes() for run in runs]
         assert held[0] == held[1], file

@@ -149,9 +149,11 @@ def unbroken(whole: Path, train: Train, tmp_path_factory: pytest.TempPathFactory
     return found
 
 
-@pytest.mark.parametrize(
-    "step", [pytest.param(2, id="at-a-checkpoint"), pytest.param(3, id="between-checkpoints")]
-)
+@cases("""
+step | …
+2    | at a checkpoint
+3    | between checkpoints
+""")
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_stage_stopped_after_a_step_and_resumed_is_the_one_that_never_stopped(
     train: Train, unbroken: dict[str, Path], tmp_path: Path, name: str, step: int

@@ -42,11 +42,10 @@ def start(words: list[str], environ: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(words, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def fork(train: Train, out: Path, *arguments: str, mode: str, ranks: int, stop_after: str = "") -> str:
+def fork(train: Train, out: Path, *arguments: str, mode: str, ranks: int) -> str:
     """stderr of the same on so many ranks, without a launcher."""
-    environ = {"STOP_AFTER": stop_after} if stop_after else {}
     argv = train.arguments(out, *SETTINGS, "--sft.steps", str(STEPS), *arguments, mode=mode)
-    return train.fork(argv, out, ranks=ranks, environ=environ).stderr
+    return train.fork(argv, out, ranks=ranks).stderr
 
 
 def rows_of(out: Path, stage: str) -> list[dict[str, Any]]:

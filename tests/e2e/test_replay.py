@@ -14,7 +14,7 @@ from rollouts.cli import main
 from rollouts.metrics.jsonl import read_rows
 from rollouts.metrics.token_shards import list_shards, read_token_arrays
 from rollouts.run_dir import RunDir
-from tests.e2e.conftest import TINY, Train
+from tests.e2e.conftest import Train, read_tiny
 from tests.support.text_tables import read_cells
 
 SETTINGS = (
@@ -36,9 +36,8 @@ def train_rl(
     """A run of two steps of tiny.toml with `top` in [rl] and `table` behind everything. Two in a row that a
     random model makes alike would prove little, so rewards and losses must not be all alike.
     """
-    text = TINY.read_text().replace("../tasks", str(TINY.parent.parent / "tasks"))
     config, advantage = folder / "config_of_test.toml", 'advantage = "grpo"\n'
-    config.write_text(text.replace(advantage, top or advantage) + table)
+    config.write_text(read_tiny().replace(advantage, top or advantage) + table)
     train.run_config(config, folder / "run", *SETTINGS.split(), *settings, mode=mode)
     return RunDir(folder / "run")
 

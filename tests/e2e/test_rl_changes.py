@@ -10,8 +10,7 @@ import pytest
 
 from rollouts.advantages import AdvantageInputs
 from rollouts.types import Sample
-from tests.e2e.conftest import TINY, Train
-from tests.support.compare_runs import assert_same_run
+from tests.e2e.conftest import Train, read_tiny
 from tests.support.text_tables import cases
 
 pytestmark = pytest.mark.slow
@@ -47,13 +46,9 @@ def test_a_run_stopped_beside_a_change_and_resumed_is_the_run_that_never_stopped
     train: Train, tmp_path: Path, stop_after: int
 ):
     config = tmp_path / "changes.toml"
-    text = TINY.read_text().replace("../tasks", str(TINY.parent.parent / "tasks"))
-    config.write_text(text.replace('advantage = "grpo"\n', f'advantage = "grpo"\n{CHANGES}'))
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train.run_config(config, whole, *SETTINGS, mode="rl")
-    argv = ["--config", str(config), "--mode", "rl", "--output.dir", str(parts), *SETTINGS]
-    rows = train.stop_and_resume(argv, parts, f"rl:{stop_after}")
+    config.write_text(read_tiny().replace('advantage = "grpo"\n', f'advantage = "grpo"\n{CHANGES}'))
+    argv = ["--config", str(config), "--mode", "rl", *SETTINGS]
+    rows, *_ = train.run_whole_and_parts(argv, tmp_path, f"rl:{stop_after}")
     assert [row["algorithm/change"] for row in rows] == [0, 0, 0, 1, 1, 1]
     assert len({row["kl/coef"] for row in rows}) > 2, "the controller moved it"
     assert {row["optim/updates"] for row in rows} == {4}
-    assert_same_run(whole, parts, stopped=True)

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.metrics.jsonl import read_rows
 from rollouts.metrics.names import find_metric
 from rollouts.types import Sample
 from tests.e2e.conftest import TINY, Train
-from tests.support.compare_runs import assert_same_run
 
 pytestmark = pytest.mark.slow
 
@@ -31,12 +29,8 @@ TOLD = shlex.split("""
 
 def run_twice(train: Train, tmp_path: Path, *flags: str) -> list[dict[str, float]]:
     """The rows of a run, which one that was stopped and resumed repeats to the bit."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
     argv = ["--config", str(TINY), "--mode", "rl", *COMMON, *flags]
-    train.fork([*argv, "--output.dir", str(whole)], whole)
-    train.stop_and_resume([*argv, "--output.dir", str(parts)], parts, "rl:9")
-    assert_same_run(whole, parts, stopped=True)
-    rows = list(read_rows(whole / "metrics.jsonl"))
+    rows, *_ = train.run_whole_and_parts(argv, tmp_path, "rl:9")
     assert not [name for row in rows for name in row if "/" in name and find_metric(name) is None]
     return rows
 

@@ -18,7 +18,7 @@ import trio
 import integration_training.stages
 import integration_training.train
 from rollouts.metrics.jsonl import read_rows
-from tests.e2e.conftest import SHORT, TINY, Train
+from tests.e2e.conftest import SHORT, STEPS, TINY, Train
 from tests.support.compare_runs import assert_same_run, weights_digest
 from tests.support.text_tables import cases
 
@@ -56,8 +56,7 @@ def test_a_run_leaves_the_files_that_the_documentation_names(finished_run: Path)
     assert summary["reward"]["first"] is not None
     assert 0 < summary["peak_rss_gib"] < 8
     rows = read_rows(finished_run / "metrics.jsonl")
-    expected = [("sft", step) for step in range(1, 21)] + [("rl", step) for step in range(1, 5)]
-    assert [(row["stage"], row["step"]) for row in rows] == expected
+    assert [(row["stage"], row["step"]) for row in rows] == STEPS
     assert rows[20]["policy_version"] == 0
 
 

@@ -2,13 +2,14 @@
 left, and the run goes on exactly.
 """
 
+import functools
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,15 +73,16 @@ async def wait_reached(out: Path, pid: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def unbroken(train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """By number of ranks, the run that nobody stopped; made when it is first asked for."""
-    return {ranks: tmp_path_factory.mktemp(f"unbroken-{ranks}") / "run" for ranks in (1, 2)}
+def unbroken(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The run on so many ranks that nobody stopped; made when it is first asked for."""
 
-
-def make_once(train: Train, out: Path, *, ranks: int) -> Path:
-    if not out.exists():
+    @functools.cache
+    def make(ranks: int) -> Path:
+        out = tmp_path_factory.mktemp(f"unbroken-{ranks}") / "run"
         run(train, out, ranks=ranks)
-    return out
+        return out
+
+    return make
 
 
 # --- in a phase ---------------------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ async def stop_in(train: Train, out: Path, phase: str, *more: str, ranks: int) -
     ],
 )
 async def test_sigterm_in_a_phase_ends_in_time_and_the_run_goes_on_exactly(
-    train: Train, unbroken: dict[int, Path], tmp_path: Path, phase: str, ranks: int
+    train: Train, unbroken: Callable[[int], Path], tmp_path: Path, phase: str, ranks: int
 ):
     out = tmp_path / "run"
     every = ("--output.checkpoint_every", "1") if phase == "save" else ()
@@ -144,7 +146,7 @@ async def test_sigterm_in_a_phase_ends_in_time_and_the_run_goes_on_exactly(
     run(train, out, "--resume", *every, ranks=ranks)
     rows = [(row["stage"], row["step"]) for row in read_rows(out / "metrics.jsonl")]
     assert rows == [("sft", 1), ("sft", 2), ("rl", 1), ("rl", 2), ("rl", 3), ("rl", 4)], "one row a step"
-    whole = make_once(train, unbroken[ranks], ranks=ranks)
+    whole = unbroken(ranks)
     differences = find_differences(whole, out, stopped=True)
     if (phase, ranks) == (
         "sync",
@@ -179,7 +181,12 @@ def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return found
 
 
-@pytest.mark.parametrize("step", [1, 3, 5], ids=["early", "between-checkpoints", "before-the-last"])
+@cases("""
+step | …
+1    | early
+3    | between checkpoints
+5    | before the last
+""")
 @cases("stage: sft rl")
 def test_a_run_stopped_after_a_step_and_resumed_is_the_run_that_never_stopped(
     train: Train, whole: dict[str, Path], tmp_path: Path, stage: str, step: int

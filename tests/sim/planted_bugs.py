@@ -108,7 +108,7 @@ def count_trained_groups_twice(patch: pytest.MonkeyPatch) -> None:
 
     def deliver(self: Collector) -> RolloutBatch:
         batch = real(self)
-        self._ledger.trained += 1
+        self.ledger.trained += 1
         return batch
 
     patch.setattr(Collector, "deliver", deliver)
@@ -121,9 +121,7 @@ def give_back_what_trained(patch: pytest.MonkeyPatch) -> None:
     def deliver(self: Collector) -> RolloutBatch:
         prompts = {group.prompt.key: group.prompt for group in self._kept.values()}
         batch = real(self)
-        self._data_buffer.return_prompts(
-            [prompts[batch.metadata[0]["epoch"], batch.metadata[0]["prompt_id"]]]
-        )
+        self.data_buffer.return_prompts([prompts[batch.metadata[0]["epoch"], batch.metadata[0]["prompt_id"]]])
         return batch
 
     patch.setattr(Collector, "deliver", deliver)

@@ -194,7 +194,7 @@ async def _vllm(server: FaultServer, path: str, query: str, body: dict[str, Any]
 
 
 def _write_metrics(process: SimulatedProcess) -> bytes:
-    waiting = sum(not one.has_slot for one in process.running.values())
+    waiting = len(process.waiting)
     counts = {
         "num_requests_running": len(process.running) - waiting,
         "num_requests_waiting": waiting,
@@ -270,7 +270,7 @@ async def _sglang(server: FaultServer, path: str, query: str, body: dict[str, An
         case "/weights_checker":
             return DONE | {"ranks": [{"checksums": {"model.weight": await process.checksum()}}]}
         case "/v1/loads":
-            waiting = sum(not one.has_slot for one in process.running.values())
+            waiting = len(process.waiting)
             rank = {
                 "num_running_reqs": len(process.running) - waiting,
                 "num_waiting_reqs": waiting,

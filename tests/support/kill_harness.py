@@ -78,11 +78,14 @@ class Cut:
         )
 
 
+UNDISTURBED = Cut()  # never
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One start of the program."""
 
-    cut: Cut | None  # None: undisturbed
+    cut: Cut  # UNDISTURBED: nobody killed it
     ended: Ended
     committed: Mapping[str, int]  # by stage, the steps that were complete on disk when it began
 
@@ -125,11 +128,11 @@ class KillHarness:
         itself.
         """
         listed = [self.root / f"reached-{rank}.txt" for rank in range(self.job.ranks)]
-        ended = self._start(self.reference, None, resume=False, lists=listed)
+        ended = self._start(self.reference, UNDISTURBED, resume=False, lists=listed)
         self.reached = [Counter(path.read_text().split()) if path.exists() else Counter() for path in listed]
         self.wall_s = ended.wall_s
         self.usual = frozenset(path.name for path in self._temporary.iterdir())
-        violations = self._find_violations(self.reference, [Attempt(None, ended, {})])
+        violations = self._find_violations(self.reference, [Attempt(UNDISTURBED, ended, {})])
         assert not violations, violations
 
     def kill(self, name: str, cuts: Sequence[Cut]) -> Outcome:
@@ -140,7 +143,7 @@ class KillHarness:
         assert not out.exists(), f"{out} is there already"
         attempts: list[Attempt] = []
         violations: list[str] = []
-        for cut in [*cuts, None]:
+        for cut in [*cuts, UNDISTURBED]:
             committed, began = read_committed(out, self.job.stages), time.time()
             attempts.append(Attempt(cut, self._start(out, cut, resume=bool(attempts)), committed))
             violations += check_others_ended(attempts[-1])
@@ -149,7 +152,7 @@ class KillHarness:
             if not attempts[-1].was_killed:
                 break
         missed = attempts[-1].cut
-        if missed is not None and missed.point is not None and not missed.optional:
+        if missed.point is not None and not missed.optional:
             violations.append(f"{missed} was never reached")
         violations += self._find_violations(out, attempts)
         if not violations and self.job.exact:
@@ -209,10 +212,10 @@ class KillHarness:
     def _output(self, out: Path) -> Path:
         return out.with_name(f"{out.name}.output")
 
-    def _start(self, out: Path, cut: Cut | None, *, resume: bool, lists: Sequence[Path] = ()) -> Ended:
+    def _start(self, out: Path, cut: Cut, *, resume: bool, lists: Sequence[Path] = ()) -> Ended:
         argv = [*self.job.arguments, "--output.dir", str(out), *(["--resume"] if resume else [])]
         listings = [{LIST_VARIABLE: str(path)} for path in lists] or [{}] * self.job.ranks
-        point = {"ROLLOUTS_CRASH_AT": cut.point} if cut is not None and cut.point is not None else {}
+        point = {"ROLLOUTS_CRASH_AT": cut.point} if cut.point is not None else {}
         return self.server.run(
             argv,
             output=self._output(out),
@@ -221,11 +224,11 @@ class KillHarness:
                 {**place, **listing}
                 for place, listing in zip(place_ranks(self.job.ranks), listings, strict=True)
             ],
-            command=[sys.executable, "-c", FRESH, *argv] if cut is not None and cut.fresh else None,
-            kill_after_s=cut.after_s if cut is not None else None,
-            killed=cut.rank if cut is not None else 0,
+            command=[sys.executable, "-c", FRESH, *argv] if cut.fresh else None,
+            kill_after_s=cut.after_s,
+            killed=cut.rank,
             limit_s=LIMIT_S,
-            drain=cut is None,
+            drain=cut == UNDISTURBED,
         )
 
 

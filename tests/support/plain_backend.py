@@ -18,9 +18,8 @@ from rollouts.losses import LossInputs, resolve_loss
 from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.optim import create_adamw_optimizer
-from rollouts.models.padded import TOKEN_FIELDS
 from rollouts.models.scalar_head import get_scalar_weight, set_padding_token
-from rollouts.types import Completion, GenerateRequest, LossSpec, RolloutBatch
+from rollouts.types import LOSS_FIELDS, Completion, GenerateRequest, LossSpec, RolloutBatch
 
 OPTIM = OptimConfig(lr=1e-2)
 
@@ -72,7 +71,9 @@ def score_plainly(model: Any, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
 
 def compute_plain_loss(model: Any, batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
     """(the loss, its denominator) of a batch whose rows are scored each by itself; leaves the gradients."""
-    fields = {name: stack(rows) for name in TOKEN_FIELDS if (rows := getattr(batch, name)) is not None}
+    fields: dict[str, Any] = {
+        name: stack(rows) for name in LOSS_FIELDS.values() if (rows := getattr(batch, name)) is not None
+    }
     log_probs, entropy = score_plainly(model, batch)
     inputs = LossInputs(log_probs=log_probs, mask=stack(batch.loss_masks), entropy=entropy, **fields)
     output = resolve_loss(spec.name)(inputs, unit=spec.unit, **spec.params)

@@ -156,6 +156,11 @@ class SimulatedProcess:
             self._start()
 
     @property
+    def waiting(self) -> list[_Running]:
+        """Requests without a slot, in order of arrival."""
+        return [one for one in self.running.values() if not one.has_slot]
+
+    @property
     def hung(self) -> bool:
         return trio.current_time() < self._hung_until
 
@@ -267,8 +272,7 @@ class SimulatedProcess:
     def _may_run(self, running: _Running) -> bool:
         if self.paused is not None or self.hung:
             return False
-        waiting = [one for one in self.running.values() if not one.has_slot]
-        return waiting[0] is running and len(self.running) - len(waiting) < self.speed.slots
+        return self.waiting[0] is running and len(self.running) - len(self.waiting) < self.speed.slots
 
     # --- control
 
@@ -282,7 +286,7 @@ class SimulatedProcess:
         if mode == "abort":
             await self.abort(list(self.running))
         if mode != "keep":
-            await self.wait_until(lambda: not any(one.has_slot for one in self.running.values()))
+            await self.wait_until(lambda: len(self.waiting) == len(self.running))
 
     async def resume(self) -> None:
         await self.enter(self.speed.control_s)

@@ -1,8 +1,9 @@
 """A manager on a scripted engine, for the tests of what it does with groups."""
 
+import copy
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollouts.config.tables import RolloutConfig
@@ -92,9 +93,7 @@ class Run:
 
     def upcoming(self, count: int) -> list[tuple[int, str]]:
         """The prompts that would be drawn next."""
-        other = DataBuffer(ROWS, seed=0)
-        other.load_state_dict(self.recorder.buffer.state_dict())
-        return [prompt.key for prompt in other.get_prompts(count)]
+        return [prompt.key for prompt in copy.deepcopy(self.recorder.buffer).get_prompts(count)]
 
     def save(self) -> str:
         return json.dumps([self.recorder.buffer.state_dict(), self.manager.state_dict()])
@@ -112,7 +111,12 @@ class Run:
 
 
 def make_run(
-    script: Script | None = None, *, state: str | None = None, version: int = 0, **options: Any
+    script: Script | None = None,
+    *,
+    state: str | None = None,
+    version: int = 0,
+    rows: Sequence[Mapping[str, str]] = ROWS,
+    **options: Any,
 ) -> Run:
     """Two groups of two, of the reward index_reward. `options` are settings of the rollouts and of the
     manager; `state` is what another run saved.
@@ -126,7 +130,7 @@ def make_run(
         "ranker",
     }
     config = RolloutConfig(**{name: options.pop(name) for name in names})
-    recorder, trainer = RecordingBuffer(DataBuffer(ROWS, seed=0), set()), [version]
+    recorder, trainer = RecordingBuffer(DataBuffer(rows, seed=0), set()), [version]
     engine = options.pop("engine", None) or ScriptedEngine(script or say(token_s=0.0), version=version)
     settings = {"sampling": SAMPLING, "generate": chat_generate, "reward": index_reward, "seed": 1} | options
     manager = AsyncRolloutManager(

@@ -29,29 +29,30 @@ from tests.support.plain_backend import (
     score_row,
     take_gradients,
 )
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases, read_cells, read_params
+from tests.unit.test_local_engine import make_model
 
 torch.set_num_threads(1)
 SIZES = json.loads("""{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}""")
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02}""")
 # model, what it does to its logits or its context; layout of long rows, head and scale of the logits
 OTHERS = {
     name: (family, read_params(settings), layout, head, float(scale))
     for name, family, settings, layout, head, scale in read_cells("""
-divided | GraniteForCausalLM | logits_scaling = 3.0, embedding_multiplier = 2.0 | packed | linear | 0.3333333
-parallel   | CohereForCausalLM  | logit_scale = 0.25                               | packed | linear | 0.25
-head bias  | PhiForCausalLM     | tie_word_embeddings = false                      | packed | own    | 1
-learned    | GPT2LMHeadModel    | n_positions = 256                                | packed | linear | 1
-distance   | BloomForCausalLM   | n_layer = 2                                      | rows   | linear | 1
-windows    | MistralForCausalLM | sliding_window = 7                               | packed | linear | 1
-some windows | Gemma3ForCausalLM | head_dim = 8, sliding_window = 7, query_pre_attn_scalar = 8, \
-num_hidden_layers = 6 | packed | linear | 1
-own windows | GPTNeoForCausalLM | num_layers = 2, num_heads = 4, window_size = 7, \
+divided    | Granite | logits_scaling = 3.0, embedding_multiplier = 2.0 | packed | linear | 0.3333333
+parallel   | Cohere  | logit_scale = 0.25                               | packed | linear | 0.25
+head bias  | Phi     | tie_word_embeddings = false                      | packed | own    | 1
+learned    | GPT2    | n_positions = 256                                | packed | linear | 1
+distance   | Bloom   | n_layer = 2                                      | rows   | linear | 1
+windows    | Mistral | sliding_window = 7                               | packed | linear | 1
+some windows | Gemma3 | head_dim = 8, sliding_window = 7, query_pre_attn_scalar = 8, num_hidden_layers = 6 \
+| packed | linear | 1
+own windows | GPTNeo | num_layers = 2, num_heads = 4, window_size = 7, \
 attention_types = [[["global", "local"], 1]] | rows | linear | 1
-experts    | MixtralForCausalLM | num_local_experts = 4, num_experts_per_tok = 2, router_jitter_noise = 0.1\
- | packed | linear | 1
-recurrent  | RecurrentGemmaForCausalLM | num_hidden_layers = 3, lru_width = 32, attention_window_size = 8, \
+experts    | Mixtral | num_local_experts = 4, num_experts_per_tok = 2, router_jitter_noise = 0.1 \
+| packed | linear | 1
+recurrent  | RecurrentGemma | num_hidden_layers = 3, lru_width = 32, attention_window_size = 8, \
 logits_soft_cap = 3.0 | rows | own | 1
 gemma      | tiny | | rows   | own    | 1
 mamba      | tiny | | rows   | linear | 1
@@ -67,9 +68,8 @@ def make_once(name: str) -> Any:
     family, settings, *_ = OTHERS.get(name, ("tiny", {}))
     if family == "tiny":
         return load_tiny(name)
-    model_class = getattr(transformers, family)
+    model = make_model(family, **{**SIZES, **settings})
     torch.manual_seed(0)
-    model = model_class(model_class.config_class(**{**SIZES, **settings})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1 or parameter is getattr(model.get_output_embeddings(), "bias", None):
@@ -165,21 +165,19 @@ async def test_experts_with_a_capacity_run_one_row_at_a_time():
 
 
 def make_rope(family: str, length: int, **rope: Any) -> Any:
-    torch.manual_seed(0)
-    model_class = getattr(transformers, family)
     settings = {**SIZES, "rope_parameters": {"rope_theta": 1e4, **rope}, "max_position_embeddings": length}
-    return model_class(model_class.config_class(**settings, original_max_position_embeddings=32)).eval()
+    return make_model(family, **settings, original_max_position_embeddings=32)
 
 
 make_longrope = functools.partial(
-    make_rope, "Phi3ForCausalLM", 256, rope_type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4,
+    make_rope, "Phi3", 256, rope_type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4,
     original_max_position_embeddings=32,
 )  # fmt: skip
-make_dynamic = functools.partial(make_rope, "LlamaForCausalLM", 16, rope_type="dynamic", factor=4.0)
+make_dynamic = functools.partial(make_rope, "Llama", 16, rope_type="dynamic", factor=4.0)
 
 
-@pytest.mark.parametrize("lengths", [(32, 7, 20), (34, 7, 32, 50)])
-async def test_rows_at_and_beyond_the_length_of_longrope_are_exact(lengths: tuple[int, ...]):
+@cases("lengths: [32,7,20] [34,7,32,50]")
+async def test_rows_at_and_beyond_the_length_of_longrope_are_exact(lengths: Any):
     plan = plan_forward(make_longrope())
     assert [plan.choose_layout(length) for length in (32, 33)] == ["packed", "single"]
     assert "packed rows, linear head; rope_type='longrope'" in describe_plan(make_longrope(), plan)

@@ -323,9 +323,13 @@ async def test_a_group_reward_that_fails_fails_all_its_samples(autojump_clock):
 # --- samples that an engine aborts ---
 
 
-@pytest.mark.parametrize(("version", "again"), [(0, {FIRST + "@2", SECOND + "@2"}), (1, set())])
+@cases("""
+version | asked
+0       | g00000000-s000 g00000000-s001 g00000000-s000@2 g00000000-s001@2
+1       | g00000000-s000 g00000000-s001
+""")
 async def test_an_aborted_sample_goes_on_while_its_tokens_are_fresh_enough_else_it_starts_again(
-    autojump_clock, version: int, again: set[str]
+    autojump_clock, version: int, asked: str
 ):
     run = make_run(say("abc"), num_prompts=1)
 
@@ -338,7 +342,7 @@ async def test_an_aborted_sample_goes_on_while_its_tokens_are_fresh_enough_else_
         nursery.start_soon(abort)
         batch = await run.manager.generate_batch()
     assert [(sample.response, sample.oldest_version) for sample in batch.samples] == [("abc", version)] * 2
-    assert {request.request_id for request in run.engine.requests} == {FIRST, SECOND} | again
+    assert {request.request_id for request in run.engine.requests} == {*asked.split()}
 
 
 async def test_a_sample_that_is_always_aborted_fails_in_the_end():

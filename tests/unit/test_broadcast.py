@@ -27,6 +27,7 @@ from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import EngineSilent, EngineUnreachable, WeightSyncError
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.ranks.meet import host_store
+from rollouts.testing.torch_contracts import assert_weights_equal
 from rollouts.weight_sync.broadcast import Broadcast
 from rollouts.weight_sync.broadcast_servers import SGLangPeer, make_group, open_broadcast
 from rollouts.weight_sync.flat_buckets import FlatBucket, flatten_tensors, split_buckets
@@ -91,10 +92,6 @@ class FakePeer:
     async def leave(self) -> None:
         self.log.append("leave")
 
-    def check_whole(self, weights: dict[str, Tensor] = WEIGHTS) -> None:
-        assert self.taken.keys() == weights.keys()
-        assert all(torch.equal(self.taken[name], tensor) for name, tensor in weights.items())
-
 
 class Fleet:
     """Engines by name with the faults of each, and the peers that a transport made of them, newest last."""
@@ -125,8 +122,9 @@ def test_a_flat_bucket_is_an_aligned_copy_in_the_type_that_is_sent():
         dtype: flatten_tensors([*tensors.items()], dtype=dtype, device=CPU)
         for dtype in (None, torch.bfloat16)
     }
-    names = (["count", "turned", "bytes"], ["int64", "float32", "uint8"], [[], [3, 2], [3]])
-    assert made[None].describe() == names and len(made[None].flat) == 8 + 24 + 3
+    names, dtypes = ["count", "turned", "bytes"], ["int64", "float32", "uint8"]
+    assert made[None].describe() == {"names": names, "dtypes": dtypes, "shapes": [[], [3, 2], [3]]}
+    assert len(made[None].flat) == 8 + 24 + 3
     turned.zero_()
     for dtype, bucket in made.items():
         found = dict(bucket.tensors)
@@ -147,7 +145,7 @@ async def test_every_engine_gets_every_weight_and_the_version_with_the_last():
         for version in (5, 6):  # the second time with the peers of the first
             assert await transport(backend, fleet.engines, version) == {"a": None, "b": None}
             for (peer,) in fleet.peers.values():
-                peer.check_whole()
+                assert_weights_equal(peer.taken, WEIGHTS)
                 sent = ["send 32", "send 16", "send 32", f"send 16 v{version}"]
                 assert peer.log[-6:] == ["begin", *sent, f"end v{version}"]
         assert await transport(backend, [], 7) == {}
@@ -165,11 +163,11 @@ async def test_an_engine_that_fails_or_hangs_is_reported_and_the_others_go_on(st
         assert outcomes["a"] is outcomes["c"] is None
         assert "b was not done with" in str(outcomes["b"]) if hangs else outcomes["b"] is fault
         assert isinstance(outcomes["b"], EngineSilent) == hangs
-        fleet.peers["a"][0].check_whole()
+        assert_weights_equal(fleet.peers["a"][0].taken, WEIGHTS)
         assert fleet.peers["b"][0].log[-1] == "leave"
         fleet.faults["b"] = {}  # it comes back, in a new group
         assert await transport(backend, fleet.engines, 2) == {"a": None, "b": None, "c": None}
-        fleet.peers["b"][1].check_whole()
+        assert_weights_equal(fleet.peers["b"][1].taken, WEIGHTS)
 
 
 async def test_a_failure_on_the_trainers_side_is_a_weight_sync_error_and_the_backend_goes_on():
@@ -200,7 +198,7 @@ async def test_a_cancelled_update_lets_the_trainers_thread_go_and_leaves_no_grou
         assert fleet.peers["a"][0].log[-1] == "leave"
         fleet.faults["a"] = {}
         assert await transport(backend, fleet.engines, 2) == {"a": None}, "the thread is free"
-        fleet.peers["a"][1].check_whole()
+        assert_weights_equal(fleet.peers["a"][1].taken, WEIGHTS)
 
 
 async def test_weights_go_out_under_the_names_that_model_files_have():
@@ -210,7 +208,7 @@ async def test_weights_go_out_under_the_names_that_model_files_have():
     async with open_backend(dict(model.named_parameters())) as backend:
         backend.model = model
         await fleet.transport(bucket_bytes=50_000)(backend, fleet.engines, 1)
-    fleet.peers["a"][0].check_whole(load_file(path / "model.safetensors"))
+    assert_weights_equal(fleet.peers["a"][0].taken, load_file(path / "model.safetensors"))
 
 
 # --- over gloo ----------------------------------------------------------------------------------------------
@@ -221,11 +219,13 @@ class FakeServer:
     takes nothing while `frozen`.
     """
 
-    name, world_size, info = "s", 1, SimpleNamespace(dp_size=1)
+    name, info = "s", SimpleNamespace(dp_size=1, tp_size=1, pp_size=1)
     frozen = False
 
-    async def join_group(self, *, address: str, port: int, group_name: str, backend: str) -> None:
+    async def join_group(self, info: dict[str, Any]) -> None:
         timeout = timedelta(seconds=60)
+        address, port, group_name, backend, *ranks = info.values()
+        assert ranks == [1, 2], "its own, and of how many"
 
         def make() -> Any:
             store = torch.distributed.TCPStore(address, port, 2, is_master=False, timeout=timeout)
@@ -241,7 +241,7 @@ class FakeServer:
     async def begin_transfer(self) -> bool:
         return False
 
-    async def receive_broadcast(self, names: Any, dtypes: Any, shapes: Any, **more: Any) -> None:
+    async def receive_broadcast(self, info: dict[str, Any], **more: Any) -> None:
         if self.frozen:
             await trio.sleep_forever()
         self.received = torch.zeros(24, dtype=torch.uint8)

@@ -169,9 +169,8 @@ def test_a_tokenizer_of_word_marks_trains_the_same_text(name):
         for s in conversation.spans
     ]
     end = TALKS[name].split("⟧")[0].rsplit("7.", 1)[1]
-    first = "▁It▁is▁7." if name in ("mistral_v2v3", "plain") else "It▁is▁7."
-    second = "▁4" if name in ("mistral_v2v3", "plain") else "4"
-    assert taught == [first + end, second + end]
+    space = "▁" if name in ("mistral_v2v3", "plain") else ""  # after the header
+    assert taught == [f"{space}It▁is▁7.{end}", f"{space}4{end}"]
 
 
 # --- tools --------------------------------------------------------------------------------------------------

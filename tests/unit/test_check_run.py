@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollouts.checkpoints.load import compute_manifest, write_manifest
+from rollouts.checkpoints.load import compute_manifest, encode_manifest
 from rollouts.cli import main
 from rollouts.config.tables import EngineConfig
 from rollouts.preflight.checks import check_servers, check_written_run
@@ -23,7 +23,8 @@ def run(tmp_path) -> Path:
     rows = [{"stage": "rl", "step": step, "attempt": 1, "time_unix": 1.0} for step in (1, 2)]
     write_jsonl(root / "metrics.jsonl", *rows)
     (checkpoint / "model.safetensors").write_bytes(b"weights")
-    write_manifest(checkpoint, compute_manifest(checkpoint, stage="rl", step=2))
+    manifest = compute_manifest(checkpoint, stage="rl", step=2)
+    (checkpoint / "manifest.json").write_bytes(encode_manifest(manifest))
     return root
 
 

@@ -78,18 +78,17 @@ def assert_loads(checkpoint: Path, held: Trained) -> None:
 
 
 class Disk:
-    """Counts what is asked of a disk, and refuses from one call on, for so many calls. Nothing is really
-    synced: that takes long.
+    """Counts what is asked of a disk, and refuses one call (0: none). Nothing is really synced: that takes
+    long.
     """
 
-    def __init__(self, refuse_at: int, number: int, *, times: float = 1) -> None:
+    def __init__(self, refuse_at: int = 0, number: int = 0) -> None:
         self.asked: list[str] = []
-        self._refused = range(refuse_at, refuse_at + int(times))
-        self._number = number
+        self._refuse_at, self._number = refuse_at, number
 
     def ask(self, what: str, path: object) -> None:
         self.asked.append(f"{what} {Path(str(path)).name}")
-        if len(self.asked) in self._refused:
+        if len(self.asked) == self._refuse_at:
             raise OSError(self._number, os.strerror(self._number), str(path))
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
@@ -137,30 +136,16 @@ class RefusingFile(io.FileIO):
         return super().write(data)
 
 
-async def count_calls(
-    stage_dir: Path, step: int, held: Trained, monkeypatch: pytest.MonkeyPatch
-) -> list[str]:
-    """What a save asks of its disk that goes through."""
-    disk = Disk(0, 0, times=0)
-    with monkeypatch.context() as patch:
-        disk.install(patch)
-        await save(stage_dir, step, held)
-    return disk.asked
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 async def test_a_disk_that_refuses_any_single_call_of_a_save_costs_that_save_only(
     stage_dir: Path, held: Trained, monkeypatch
 ):
-    older = await save(stage_dir, 1, held)
-    asked = await count_calls(stage_dir, 2, held, monkeypatch)
+    older, disk = await save(stage_dir, 1, held), Disk()
+    with monkeypatch.context() as patch:
+        disk.install(patch)
+        await save(stage_dir, 2, held)
     shutil.rmtree(stage_dir / "step_2")
-    for refused in range(1, len(asked) + 1):
+    for refused, what in enumerate(disk.asked, 1):
         for number in (errno.ENOSPC, *((errno.EIO, errno.EDQUOT) if refused % 9 == 0 else ())):
-            what = asked[refused - 1]
             with monkeypatch.context() as patch:
                 Disk(refused, number).install(patch)
                 with pytest.raises(StorageError) as caught:
@@ -168,14 +153,14 @@ async def test_a_disk_that_refuses_any_single_call_of_a_save_costs_that_save_onl
             error, cause = str(caught.value), caught.value.__cause__
             assert f"{stage_dir}/step_2 cannot be written ({os.strerror(number)} at " in error, what
             assert isinstance(cause, OSError) and cause.errno == number, what
-            assert names_in(stage_dir) == ["step_1"], what
+            assert [path.name for path in stage_dir.iterdir()] == ["step_1"], what
             assert find_newest_checkpoint(stage_dir, hashes=True) == older, what
     written = ("config.json", "model-of-rank-0-00001.safetensors", "optimizer.safetensors", "backend.json")
     calls = {f"{call} {file}" for file in written for call in ("open", "write")}
     calls |= {"mkdir state", "rename model-of-rank-0-00001.safetensors", "write trainer.json"}
     calls |= {f"fsync {file}" for file in ("model.safetensors", "optimizer.safetensors", "manifest.json")}
-    assert calls <= set(asked), "each was refused once"
-    assert asked[-2].startswith("rename .tmp-step_2-") and asked[-1] == "fsync rl"
+    assert calls <= set(disk.asked), "each was refused once"
+    assert disk.asked[-2].startswith("rename .tmp-step_2-") and disk.asked[-1] == "fsync rl"
     assert_loads(older, held)
     assert_loads(await save(stage_dir, 2, held), held)
 

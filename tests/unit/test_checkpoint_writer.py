@@ -7,8 +7,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -36,15 +36,16 @@ class SlowBackend:
 
     def capture(self) -> Done:
         self.calls.append("capture")
-        return Done(Held(self, self.value) if self.room else None)
+        held = Held(self, self.value) if self.room else None
+        return Done(lambda: held)
 
     def save(self, path: Path) -> Done:
         self.calls.append("save")
-        return Done(lambda: self._write(path, self.value), call=True)
+        return Done(lambda: self._write(path, self.value))
 
     def reset(self) -> Done:
         self.calls.append("reset")
-        return Done(None)
+        return Done(lambda: None)
 
     def _write(self, path: Path, value: int) -> None:
         (path / "model").write_text(str(value))
@@ -69,34 +70,32 @@ class Held:
 
 
 class Done:
-    """A future that is finished."""
+    """A future whose work is done at once."""
 
-    def __init__(self, value: object, *, call: bool = False) -> None:
-        self._value, self._call = value, call
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
 
     async def result(self) -> object:
         await trio.lowlevel.checkpoint()
-        return self._value() if self._call else self._value  # type: ignore[operator]
+        return self._work()
 
 
-@asynccontextmanager
-async def open_writer(
-    backend: object | dict[str, object],
+def open_writer(
+    backend: object,
     tmp_path: Path,
     warnings: list[str],
     *,
     keep: Keep | None = None,
-) -> AsyncIterator[CheckpointWriter]:
-    opened = open_checkpoint_writer(
-        backend if isinstance(backend, dict) else {"": backend},
+    **parts: object,
+) -> AbstractAsyncContextManager[CheckpointWriter]:
+    return open_checkpoint_writer(
+        {"": backend, **parts},
         RunDir(tmp_path),
         "rl",
         config_hash="abc",
         keep=keep or Keep(),
         warn=warnings.append,
     )  # pyright: ignore[reportCallIssue]
-    async with opened as writer:
-        yield writer
 
 
 def read_value(tmp_path: Path, step: int | str) -> str:
@@ -104,17 +103,17 @@ def read_value(tmp_path: Path, step: int | str) -> str:
 
 
 async def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_own_step(tmp_path):
-    backend, state = SlowBackend(), {"cursor": [1]}
+    backend, state, path = SlowBackend(), {"cursor": [1]}, RunDir(tmp_path).checkpoint("rl", 1)
     async with open_writer(backend, tmp_path, []) as writer:
         backend.value = 1
         await writer.save(1, state)
-        assert not RunDir(tmp_path).checkpoint("rl", 1).exists(), "it returned before anything was in place"
+        assert not path.exists(), "it returned before anything was in place"
         backend.value, state["cursor"] = 2, [2]  # the next step
         backend.go.set()
         await writer.wait_written()
     assert read_value(tmp_path, 1) == "1"
-    assert load_trainer_state(RunDir(tmp_path).checkpoint("rl", 1)) == {"cursor": [1]}
-    assert read_manifest(RunDir(tmp_path).checkpoint("rl", 1)).config_hash == "abc"
+    assert load_trainer_state(path) == {"cursor": [1]}
+    assert read_manifest(path).config_hash == "abc"
     assert backend.calls == ["capture", "write", "drop"]
 
 
@@ -156,34 +155,30 @@ async def test_a_save_at_work_is_finished_when_the_run_is_cancelled_or_fails(tmp
     assert read_value(tmp_path, 2) == "0"
 
 
-async def test_without_room_for_a_copy_training_waits(tmp_path):
-    backend = SlowBackend(room=False)
-    async with open_writer(backend, tmp_path, []) as writer:
-        await writer.save(1, {})
-        assert read_value(tmp_path, 1) == "0"
-    assert backend.calls == ["capture", "save"]
-
-
 @cases("room: yes no")
 async def test_a_critic_is_saved_beside_the_policy_and_a_copy_of_one_alone_is_freed(tmp_path, room: bool):
     policy, critic = SlowBackend(), SlowBackend(room=room)
     policy.go.set()
     critic.go.set()
     critic.value = 7
-    async with open_writer({"": policy, "critic": critic}, tmp_path, []) as writer:
+    async with open_writer(policy, tmp_path, [], critic=critic) as writer:
         await writer.save(1, {})
     assert (read_value(tmp_path, 1), read_value(tmp_path, "1/critic")) == ("0", "7")
     assert policy.calls == (["capture", "write", "drop"] if room else ["capture", "drop", "save"])
 
 
-async def test_a_save_that_fails_while_training_waits_leaves_the_backend_usable(tmp_path):
-    backend, warnings = SlowBackend(room=False), []
+async def test_without_room_for_a_copy_training_waits_and_a_save_that_fails_leaves_the_backend_usable(
+    tmp_path,
+):
+    backend = SlowBackend(room=False)
     backend.failures = 1
-    async with open_writer(backend, tmp_path, warnings) as writer:
+    async with open_writer(backend, tmp_path, []) as writer:
         await writer.save(1, {})
         assert backend.calls == ["capture", "save", "reset"]
         assert writer.take_metrics() == {"checkpoint/failed": 1.0}
         await writer.save(2, {})
+        assert read_value(tmp_path, 2) == "0"
+    assert backend.calls[3:] == ["capture", "save"]
     assert [step for step, _ in list_checkpoints(RunDir(tmp_path).stage_checkpoints("rl"))] == [2]
 
 

@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from rollouts.backends.compiled import compile_and_prove
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.config.schema import RunConfig
 from rollouts.config.tables import OptimConfig
-from rollouts.device_thread import open_device_thread
-from rollouts.engines.local import open_local_engine
 from rollouts.errors import ConfigError, ModelError
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.layers import compile_layers
 from rollouts.models.load import resolve_model
+from rollouts.testing.engine_contracts import make_request
 from rollouts.testing.torch_contracts import SFT, make_batch
-from rollouts.types import GenerateRequest, SamplingParams
 from tests.support.plain_backend import assert_gradients_close, load_tiny, take_gradients
 from tests.support.text_tables import cases
+from tests.unit.test_local_engine import open_engine
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -31,30 +31,16 @@ pytestmark = [
     ),  # torch hides it while it compiles, where it is no error
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # the compiler's own imports
 ]
-OPTIM = OptimConfig(lr=1e-3)
 TOLERANCE = 1e-5  # of the norm: float32 sums in another order; 1e-6 was seen
 
 
 @pytest.fixture(autouse=True)
 def _algorithms() -> Iterator[None]:
-    """As torch starts: a backend of an earlier test may have left this process deterministic, which compiles
-    nothing.
-    """
+    """As torch starts: an earlier test may have left this process deterministic, which compiles nothing."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     yield
     torch.use_deterministic_algorithms(before)
-
-
-class Counting:
-    """A compiler that runs the program as it is; how many it was given."""
-
-    def __init__(self) -> None:
-        self.programs = 0
-
-    def __call__(self, program: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        self.programs += 1
-        return program.forward
 
 
 def refuse(program: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -69,14 +55,13 @@ def add_a_little(program: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
     ]
 
 
-async def train(
-    path: Path, **options: Any
-) -> tuple[list[float | None], list[float | None], dict[str, Tensor]]:
+async def train(path: Path, **options: Any) -> tuple[list[Any], list[Any], dict[str, Tensor]]:
     """Losses and gradient norms of three batches, and the gradient of a fourth."""
     losses, norms = [], []
     async with open_pytorch_backend(
-        path, optim=OPTIM, total_steps=9, threads=1, autocast="off", micro_batch_tokens=64, **options
-    ) as backend:
+        path, optim=OptimConfig(lr=1e-3), total_steps=9, threads=1, autocast="off", micro_batch_tokens=64,
+        **options,
+    ) as backend:  # fmt: skip
         for step in range(4):
             result = await backend.forward_backward(make_batch(step, groups=1 + step % 3), SFT)
             losses.append(result.loss)
@@ -101,12 +86,12 @@ async def test_compiled_layers_give_the_losses_and_gradients_of_plain_ones(kind:
 
 
 def test_batches_of_changing_lengths_need_no_more_programs():
-    model, counting = load_tiny("gemma"), Counting()
+    model, counting = load_tiny("gemma"), CompileCounter()
     assert compile_layers(model, backend=counting) == model.config.num_hidden_layers
     made = []
     for shape in [(1, 7), (2, 9), (1, 33), (3, 12), (4, 50), (1, 90), (5, 8), (2, 2)]:
         model(input_ids=torch.ones(shape, dtype=torch.int64), use_cache=False).logits.sum().backward()
-        made.append(counting.programs)
+        made.append(counting.frame_count)
     # one sequence and several, each for layers with a window and without
     assert 2 <= made[1] == made[-1] <= 4
 
@@ -116,16 +101,12 @@ async def test_the_embedded_engine_shares_a_compiled_model_without_its_programs(
     """By the fast path and by the model's own cache: the tokens are those of the model as it is written."""
     plain, compiled = (load_tiny(kind) for _ in range(2))
     compile_layers(compiled, backend=refuse)
-    greedy = SamplingParams(max_new_tokens=6, temperature=0.0)
-    request = GenerateRequest(request_id="a", prompt_ids=torch.arange(5, 12).numpy(), sampling=greedy)
+    request = make_request(prompt=(*range(5, 12),), max_new_tokens=6, temperature=0.0)
     found = []
-    async with open_device_thread(name="trainer", torch_threads=1) as thread:
-        for model in (plain, compiled):
-            async with open_local_engine(
-                model, device_thread=thread, mode="shared", trainer_version=lambda: 0, max_rows=2
-            ) as engine:
-                assert engine.path == ("fast" if kind == "llama" else "cached")
-                found.append(await engine.generate(request))
+    for model in (plain, compiled):
+        async with open_engine(model, max_rows=2) as engine:
+            assert engine.path == ("fast" if kind == "llama" else "cached")
+            found.append(await engine.generate(request))
     assert found[0].token_ids.tolist() == found[1].token_ids.tolist()
     assert found[0].log_probs == pytest.approx(found[1].log_probs, abs=1e-6)
     with pytest.raises(Exception, match="no compiler here"):  # the model is compiled still
@@ -149,8 +130,5 @@ def test_deterministic_mode_compiles_nothing():
         RunConfig.model_validate({"deterministic": True, "model": {"compile": True}})
     model = load_tiny("llama")
     torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(ConfigError, match=r"model\.compile=true with deterministic=true"):
-            compile_layers(model, backend=refuse)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with pytest.raises(ConfigError, match=r"model\.compile=true with deterministic=true"):
+        compile_layers(model, backend=refuse)

@@ -105,45 +105,30 @@ def test_every_alias_points_to_settings_that_exist():
 
 
 @cases("""
-line                               | rule
-kl_coef = 0.1; kl_estimator = "k3" | rl: kl_estimator='k3' with kl_in='reward'
-kl_coef = 0.1; kl_in = "loss"      | rl: kl_estimator='k1' with kl_in='loss'
-max_staleness = 1                  | engine.mode='shared' with rl.sync_every=1, rl.max_staleness=1
-sync_every = 3                     | rl: max_staleness=0 is below sync_every - 1 = 2
-loss = "gspo"; clip_low = 0.1      | rl: clip_low=0.1 with loss='gspo'
-advantage = "gae"                  | rl: advantage='gae' without a critic
-kl_control = "fixed("              | rl: 'fixed(' is not of the form name
-epochs = 0.5                       | rl: steps=4 and epochs=0.5; set one of the two, and the other to 0
-changes = { from_step = 2 }        | rl: changes with from_step=2 changes nothing
+of_rl                              | of_rollouts | rule
+kl_coef = 0.1; kl_estimator = "k3" | | rl: kl_estimator='k3' with kl_in='reward'
+kl_coef = 0.1; kl_in = "loss"      | | rl: kl_estimator='k1' with kl_in='loss'
+max_staleness = 1                  | | engine.mode='shared' with rl.sync_every=1, rl.max_staleness=1
+sync_every = 3                     | | rl: max_staleness=0 is below sync_every - 1 = 2
+loss = "gspo"; clip_low = 0.1      | | rl: clip_low=0.1 with loss='gspo'
+advantage = "gae"                  | | rl: advantage='gae' without a critic
+kl_control = "fixed("              | | rl: 'fixed(' is not of the form name
+epochs = 0.5                       | | rl: steps=4 and epochs=0.5; set one of the two, and the other to 0
+changes = { from_step = 2 }        | | rl: changes with from_step=2 changes nothing
+| group_reward = "rewards.py:rank" | rl: rollout.group_reward beside rollout.reward
+| environment = "a:b"; agent = "b" | rl: rollout.generate, rollout.environment and rollout.agent each make the
+| tools = ["a.py:add"]; agent = "b" | rl: rollout.tools are of a conversation that this run leads
+| replay = 1 | rl: rollout.replay=1 with max_staleness=0
+| ranker = "reward_std" | rl: rollout.ranker='reward_std' with rollout.over_sampling=1, which leaves
+max_staleness = 1 | ranker = "reward_std"; over_sampling = 2.0; [engine]; mode = "copied" \
+| rl: rollout.ranker='reward_std' with max_staleness=1; the groups of a batch
 """)
-def test_a_combination_that_cannot_work_is_refused(write, line, rule):
-    (problem,) = problems_of(write(RL.replace("steps = 4", f"steps = 4\n{line.replace(';', chr(10))}")))
-    assert problem.startswith(rule)
-
-
-@cases("""
-over_sampling | staleness | rule
-1.0           | 0         | rollout.over_sampling=1, which leaves
-2.0           | 1         | max_staleness=1; the groups of a batch
-""")
-def test_a_ranker_needs_groups_that_compete(write, over_sampling: float, staleness: int, rule: str):
-    text = RL.replace("steps = 4", f"steps = 4\nmax_staleness = {staleness}")
-    problems = problems_of(write(f'{text}ranker = "reward_std"\nover_sampling = {over_sampling}\n'))
-    assert any(f"rollout.ranker='reward_std' with {rule}" in problem for problem in problems)
-
-
-@cases("""
-lines                             | rule
-group_reward = "rewards.py:rank"  | rl: rollout.group_reward beside rollout.reward
-environment = "a:b"; agent = "b"  | rl: rollout.generate, rollout.environment and rollout.agent each make the
-tools = ["a.py:add"]; agent = "b" | rl: rollout.tools are of a conversation that this run leads
-replay = 1                        | rl: rollout.replay=1 with max_staleness=0
-""")
-def test_settings_of_the_rollouts_that_cannot_work_together_are_refused(write, lines, rule):
-    """Samples are scored one by one or by group, one thing makes the trajectories, and groups train again
-    only where samples may be old.
+def test_a_combination_that_cannot_work_is_refused(write, of_rl, of_rollouts, rule):
+    """Among others: samples are scored one by one or by group, one thing makes the trajectories, groups train
+    again only where samples may be old, and a ranker needs groups that compete.
     """
-    (problem,) = problems_of(write(RL + lines.replace(";", "\n")))
+    text = RL.replace("steps = 4", f"steps = 4; {of_rl}") + of_rollouts
+    (problem,) = problems_of(write(text.replace(";", "\n")))
     assert problem.startswith(rule)
 
 

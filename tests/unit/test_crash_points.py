@@ -23,16 +23,17 @@ def disarmed() -> Iterator[None]:
     arm_crash_points({})
 
 
-def run_child(variable: str, value: str, times: int) -> subprocess.Popen[str]:
+def run_child(variable: str) -> subprocess.Popen[str]:
+    """Reaches POINT three times, the second of which the variable names."""
     script = f"""
 import os
 from rollouts.crash_points import arm_crash_points, reach
 arm_crash_points(os.environ)
-for number in range({times}):
+for number in range(3):
     print(number, flush=True)
     reach({POINT!r})
 """
-    environ = {"PYTHONPATH": str(ROOT), variable: value}
+    environ = {"PYTHONPATH": str(ROOT), variable: f"{POINT}:2"}
     return subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
     )
@@ -58,14 +59,14 @@ def test_it_happens_on_the_rank_that_is_named():
 
 
 def test_a_crash_is_a_sigkill():
-    child = run_child("ROLLOUTS_CRASH_AT", f"{POINT}:2", times=5)
+    child = run_child("ROLLOUTS_CRASH_AT")
     stdout, _ = child.communicate(timeout=60)
     assert child.returncode == -signal.SIGKILL
     assert stdout.split() == ["0", "1"]
 
 
 def test_a_hang_ends_only_by_a_signal():
-    child = run_child("ROLLOUTS_HANG_AT", f"{POINT}:2", times=3)
+    child = run_child("ROLLOUTS_HANG_AT")
     assert [child.stdout.readline().strip() for _ in range(2)] == ["0", "1"]
     with pytest.raises(subprocess.TimeoutExpired):
         child.wait(timeout=0.3)

@@ -49,7 +49,7 @@ def test_a_curve_meets_a_bar_or_not(bar: dict, values: list[float], met: bool):
 
 
 def test_a_curve_is_like_others_if_each_quarter_lies_in_their_range_widened_by_two_errors():
-    others = [[0.0] * 2 + [1.0] * 2 + [2.0] * 2 + [3.0] * 2, [0.5] * 2 + [1.5] * 2 + [2.5] * 2 + [3.5] * 2]
+    others = [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0], [0.5, 0.5, 1.5, 1.5, 2.5, 2.5, 3.5, 3.5]]
     bar, late = (Bar("reward/mean", "like", of="base", lag=lag) for lag in (0, 2))
     good = [0.2, 0.4, 1.1, 1.3, 2.4, 2.4, 3.0, 3.2]
     assert judge(bar, good, others).met

@@ -304,20 +304,19 @@ def test_the_same_question_has_one_key_however_it_is_written():
     assert unique_prompts([{"prompt": "What is 34?"}, *forms]) == [{"prompt": "What is 34?"}, forms[0]]
 
 
-@pytest.mark.parametrize(
-    ("held_out", "kept"),
-    [
-        ("a", [1, 3]),
-        (turns("c", "1", "d"), [0, 1, 2]),  # inside a longer conversation
-        ("d", [0, 1, 2, 3]),  # asked alone, it is another question
-    ],
-)
-def test_rows_that_train_on_a_held_out_prompt_leave(held_out, kept: list[int]):
+@cases("""
+held_out | kept         | …
+a        | [1, 3]
+c 1 d    | [0, 1, 2]    | inside a longer conversation
+d        | [0, 1, 2, 3] | asked alone, it is another question
+""")
+def test_rows_that_train_on_a_held_out_prompt_leave(held_out: str, kept: Any):
     rows = [
         {"prompt": "a", "answer": "1"},
         {"prompt": "b"},
         {"messages": turns("A", "1")},
         {"messages": turns("c", "1", "d", "2")},
     ]
-    found, removed = exclude_prompts(make_mixture(rows), [{"prompt": held_out}], name="sft.data")
+    others = [{"prompt": turns(*held_out.split())}]
+    found, removed = exclude_prompts(make_mixture(rows), others, name="sft.data")
     assert (found.samples, removed) == ([rows[at] for at in kept], 4 - len(kept))

@@ -86,13 +86,10 @@ async def test_several_unheard_failures_are_raised_as_a_group():
 
 
 async def test_leaving_by_an_exception_waits_for_the_running_job_and_drops_the_rest():
-    gate = Gate()
-    ran = []
-    futures = []
+    gate, ran, futures = Gate(), [], []
     with pytest.raises(KeyError):  # noqa: PT012
         async with open_device() as device:
-            futures.append(device.submit(gate))
-            futures.append(device.submit(lambda: ran.append(1)))
+            futures += device.submit(gate), device.submit(lambda: ran.append(1))
             await gate.wait_started()
             trio.lowlevel.current_trio_token().run_sync_soon(gate.let_go.set)
             raise KeyError("mine")
@@ -133,7 +130,7 @@ async def test_submitting_after_the_end_or_from_another_thread_is_refused():
 
 
 async def test_torch_uses_the_number_of_threads_that_was_asked_for():
-    async with open_device_thread(name="device", torch_threads=1) as device:
+    async with open_device(torch_threads=1) as device:
         assert await device.submit(torch.get_num_threads) == 1
 
 

@@ -6,18 +6,14 @@ import numpy as np
 import torch
 
 from rollouts.models.draws import DRAW_DTYPE, compute_uniforms, make_draw, sample_tokens
-from rollouts.types import GenerateRequest, SamplingParams
+from rollouts.testing.engine_contracts import make_request
 from tests.support.text_tables import cases
 
 MASK = 2**64 - 1
 
 
 def make_draws(rows: int, **settings: Any) -> np.ndarray:
-    params = SamplingParams(max_new_tokens=1, **settings)
-    names = (f"row{row}" for row in range(rows))
-    requests = (
-        GenerateRequest(request_id=name, prompt_ids=np.ones(1, int), sampling=params) for name in names
-    )
+    requests = (make_request(f"row{row}", **settings) for row in range(rows))
     return np.array([make_draw(0, request) for request in requests], DRAW_DTYPE)
 
 

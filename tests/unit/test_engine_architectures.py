@@ -4,6 +4,7 @@ positions.
 
 import copy
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from tests.unit.test_local_engine import check_exact, generate_all, make_model, 
 TINY = {"llama": "fast", "qwen3": "fast", "moe": "fast", "gemma": "cached", "mamba": "cached"}
 
 
-# Families besides TINY that a cache of their own serves. GPT2: absolute positions; Bloom: only by the mask.
 def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the last resort only."""
 
@@ -57,6 +57,7 @@ Bloom    | n_layer = 2, n_head = 4
 GptOss   | head_dim = 8, num_local_experts = 4, sliding_window = 6
 """)
 async def test_log_probs_are_the_models_own_with_its_cache(kind: str, changes: dict):
+    """GPT2 has absolute positions, Bloom knows them by the mask only."""
     model = make_model(kind, **changes).train()  # its dropout is the trainer's affair
     async with open_engine(model, max_rows=5) as engine:
         assert (engine.path, model.training) == ("cached", True)
@@ -77,13 +78,16 @@ async def test_log_probs_are_the_models_own_when_everything_is_recomputed(
 # --- rows ---------------------------------------------------------------------------------------------------
 
 
-@cases("kind: gemma mamba moe")
+@cases("kind: llama gemma mamba moe")
 async def test_deterministic_runs_give_the_same_bits_and_neighbours_change_no_token(kind: str):
+    """In any order of submission, and whatever was generated before."""
     results: list[dict[str, Completion]] = []
     for order, max_rows in ((1, 4), (-1, 4), (1, 1)):
-        model = load_tiny(kind)
-        async with open_engine(model, deterministic=True, max_rows=max_rows, seed=7) as engine:
-            results.append(await generate_all(engine, make_requests(12)[::order]))
+        requests = make_requests(12)[::order]
+        again = [replace(request, request_id=f"x{request.request_id}") for request in requests]
+        async with open_engine(load_tiny(kind), deterministic=True, max_rows=max_rows, seed=7) as engine:
+            assert engine.features.deterministic
+            results.append(await generate_all(engine, requests) | await generate_all(engine, again))
     for request_id, completion in results[0].items():
         assert completion.log_probs.tobytes() == results[1][request_id].log_probs.tobytes()
         for other in results[1:]:

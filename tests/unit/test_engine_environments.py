@@ -14,7 +14,6 @@ from rollouts.engines.environments import FILES, STAMP, install_cpu_environment,
 from rollouts.errors import ConfigError, EngineSetupError
 from tests.support.text_tables import cases
 
-BOTH = cases("kind: vllm sglang")
 PACKAGES = "lib/python3.11/site-packages"
 
 
@@ -65,7 +64,7 @@ def test_vllm_is_installed_after_torch_and_without_what_it_would_drag_in(env: Re
     ]
 
 
-@BOTH
+@cases("kind: vllm sglang")
 def test_only_a_complete_environment_of_the_same_list_is_left_alone(env: Recorder, kind: str):
     env.fails_at = "import "
     with pytest.raises(EngineSetupError):

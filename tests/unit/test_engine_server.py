@@ -41,11 +41,6 @@ from tests.unit.server_engines import (
     write_snapshot,
 )
 
-CONTROL = {
-    "vllm": ("/pause", "/resume"),
-    "sglang": ("/pause_generation", "/continue_generation"),
-}
-
 # --- the contract ------------------------------------------------------------------------
 
 
@@ -286,7 +281,9 @@ async def test_pause_wait_lets_requests_finish_before_the_server_is_paused(diale
 @BOTH
 @cases("mode: abort wait keep")
 async def test_a_pause_or_resume_that_fails_or_is_cancelled_holds_nobody_up(dialect, mode, autojump_clock):
-    pause, resume = CONTROL[dialect]
+    pause, resume = "/pause", "/resume"
+    if dialect == "sglang":
+        pause, resume = "/pause_generation", "/continue_generation"
     async with open_both(dialect) as (server, engine):
         server.overrides = {pause: Reply(b"no", status=500), resume: Reply(b"no", status=500)}
         with pytest.raises(InfrastructureError):

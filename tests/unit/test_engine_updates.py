@@ -1,6 +1,7 @@
 """Weight updates of vLLM and SGLang servers, by snapshots and in memory, over a fake of each."""
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,6 @@ from tests.support.fault_server import Reply
 from tests.support.text_tables import cases
 from tests.unit.server_engines import (
     BOTH,
-    VLLM_MODEL,
     open_both,
     open_engine,
     strike,
@@ -120,14 +120,14 @@ async def test_a_snapshot_of_another_model_is_not_sent(dialect, tmp_path):
             await engine.begin_update()
 
 
-@pytest.mark.parametrize(
-    ("dialect", "settings", "named"),
-    [
-        ("vllm", {"model_config": VLLM_MODEL | {"logprobs_mode": "raw_logprobs"}}, "processed_logprobs"),
-        ("sglang", {"enable_watermark": True}, "--enable-watermark"),
-    ],
-)
-async def test_a_server_that_came_back_with_other_settings_is_not_updated(dialect, settings, named, snapshot):
+@cases("""
+dialect | settings | named
+vllm | {"model_config": {"model": "m", "max_model_len": 256, "logprobs_mode": "raw"}} | processed_logprobs
+sglang | {"enable_watermark": true} | --enable-watermark
+""")
+async def test_a_server_that_came_back_with_other_settings_is_not_updated(
+    dialect, settings: Any, named, snapshot
+):
     async with open_both(dialect) as (server, engine):
         server.settings = settings
         with pytest.raises(EngineSetupError, match=named):
@@ -181,7 +181,8 @@ async def test_transfers_to_sglang_have_no_version_while_they_are_under_way():
             "one left open is closed"
         )
         assert await engine.weight_version() == -1
-        receive = partial(dialect.receive_broadcast, ["w"], ["float32"], [(2,)], group_name="g", version=3)
+        info = {"names": ["w"], "dtypes": ["float32"], "shapes": [(2,)], "group_name": "g"}
+        receive = partial(dialect.receive_broadcast, info, version=3)
         await receive(last=True)
         assert server.calls[-1][1]["weight_version"] == "3"
         server.overrides["/begin_weight_update"] = Reply(status=404)

@@ -4,7 +4,7 @@ begins with them.
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -28,16 +28,17 @@ from tests.unit.test_pytorch_backend import open_backend
 
 
 @asynccontextmanager
-async def open_both(mode: Literal["shared", "copied"] = "copied") -> AsyncIterator[tuple[Any, LocalEngine]]:
-    async with open_backend() as backend:
-        opened = open_local_engine(
+async def open_both(mode: Any = "copied") -> AsyncIterator[tuple[Any, LocalEngine]]:
+    async with (
+        open_backend() as backend,
+        open_local_engine(
             backend.model,
             device_thread=backend.device_thread,
             mode=mode,
             trainer_version=lambda: backend.weight_version,
-        )
-        async with opened as engine:
-            yield backend, engine
+        ) as engine,
+    ):
+        yield backend, engine
 
 
 def make_sync() -> WeightSync:

@@ -13,18 +13,15 @@ import trio
 import trio.testing
 
 from rollouts.config.tables import RolloutConfig
-from rollouts.data.data_buffer import DataBuffer
 from rollouts.environments.episode import OpenWorld, make_agent_generate, make_formats
 from rollouts.environments.protocol import Observation, Tool, Turn, World
 from rollouts.errors import EnvironmentFailed, NotEnoughSamples, ToolError, TrajectoryLeftOut
-from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.samples import TRAJECTORY
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
 from rollouts.types import ChatMessage, GenerateRequest, RewardResult, Sample, SamplingParams, Status
-from tests.sim.fakes import RecordingBuffer
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 from tests.support.text_tables import cases
-from tests.unit.manager_runs import ROWS
+from tests.unit.manager_runs import ROWS, make_run
 
 SAMPLING = SamplingParams(max_new_tokens=40, stop_token_ids=(FAKE_END,), seed=1)
 NAMING_TOOLS = [{**row, "prompt": f"Use slow or break. {row['prompt']}"} for row in ROWS]
@@ -230,30 +227,6 @@ async def test_a_cancelled_trajectory_closes_its_environment(autojump_clock):
 # --- a manager, stops and updates ---------------------------------------------------------------------------
 
 
-def make_manager(
-    engine: ScriptedEngine,
-    generate: Any,
-    version: list[int],
-    out: set[Any],
-    *,
-    max_staleness: int,
-    **settings: Any,
-) -> tuple[AsyncRolloutManager, RecordingBuffer]:
-    buffer = RecordingBuffer(DataBuffer(NAMING_TOOLS, seed=0), out)
-    manager = AsyncRolloutManager(
-        buffer,
-        engine,
-        generate=generate,
-        config=RolloutConfig(**{"num_prompts": 1, "samples_per_prompt": 3, **settings}),
-        reward=None,
-        sampling=SAMPLING,
-        seed=0,
-        policy_version=lambda: version[0],
-        max_staleness=max_staleness,
-    )
-    return manager, buffer
-
-
 def rolls(seed: int) -> Any:
     """A script of random turns, some of which end the game, call a tool, or fail."""
     said = ("a", "bb", "slow(1)", "break(1)", "slow(", "end", "end", "fail", "slow(1)slow(2)")
@@ -272,8 +245,7 @@ def rolls(seed: int) -> Any:
 async def run_schedule(seed: int) -> Counter[str]:
     """A few batches with weight updates, stops, saves and cancellations at random moments."""
     draw, counts = np.random.default_rng(seed), Counter[str]()
-    engine, version = ScriptedEngine(rolls(seed)), [0]
-    staleness = int(draw.integers(3))
+    engine, staleness = ScriptedEngine(rolls(seed)), int(draw.integers(3))
     world = open_games(counts, stateful=bool(draw.integers(2)), delay_s=float(draw.integers(2)) * 0.5)
     settings = {
         "max_turns": 4,
@@ -282,9 +254,12 @@ async def run_schedule(seed: int) -> Counter[str]:
         "max_attempts": 50,
         "at_limit": {"turns": ("train", "reward", "drop")[draw.integers(3)]},
     }
-    generate = make_generate(world=world, **settings)
-    make = partial(make_manager, engine, generate, version, max_staleness=staleness, **settings)
-    manager, buffer = make(set())
+    make = partial(
+        make_run, rows=NAMING_TOOLS, engine=engine, generate=make_generate(world=world, **settings),
+        reward=None, sampling=SAMPLING, num_prompts=1, samples_per_prompt=3, max_staleness=staleness,
+        **settings,
+    )  # fmt: skip
+    run = make()
 
     async def disturb() -> None:
         while True:
@@ -298,21 +273,16 @@ async def run_schedule(seed: int) -> Counter[str]:
         for _ in range(2):
             with trio.move_on_after(float(draw.random() * 8) if draw.random() < 0.4 else math.inf):
                 try:
-                    batch = await manager.generate_batch()
+                    batch = await run.manager.generate_batch()
                 except NotEnoughSamples:
                     counts["given up"] += 1
                 else:
                     counts["trained"] += len(batch)
-                    version[0] += 1
-                    engine.set_version(version[0])
+                    run.advance(run.version[0] + 1)
             assert counts["opened"] == counts["closed"], "an environment is open"
-            manager.check_ledger()
+            run.manager.check_ledger()
             if draw.random() < 0.5:  # killed and resumed
-                state = buffer.buffer.state_dict(), manager.state_dict()
-                manager, buffer = make(buffer.out)
-                buffer.buffer.load_state_dict(state[0])
-                manager.load_state_dict(state[1])
-                counts["resumed"] += 1
+                run = make(state=run.save(), version=run.version[0])
         nursery.cancel_scope.cancel()
     return counts
 

@@ -10,8 +10,6 @@ from rollouts.filters import FILTERS, RANKERS, make_filter
 from rollouts.types import FilterDecision, Sample, SampleGroup, Status
 from tests.support.text_tables import cases
 
-KEPT = FilterDecision(keep=True)
-
 
 def make_group(
     rewards: Sequence[float], responses: Sequence[str] = "abcd", lengths: Sequence[int] = (3,) * 4
@@ -72,7 +70,7 @@ def test_a_trajectory_of_several_segments_counts_once():
         ("check_mixed_accuracy", {"high": 0.75, "part": "r"}),
         ("check_reward_nonzero_std", {"min_std": 0.49}),
     ):
-        assert FILTERS[name](group, **thresholds) == KEPT
+        assert FILTERS[name](group, **thresholds) == FilterDecision(keep=True)
     assert FILTERS["check_min_reward"](group, min_reward=0.6).detail.startswith(
         "mean reward 0.5 of 2 samples"
     )

@@ -1,6 +1,7 @@
 """The fleet in virtual time: who is asked, what failures and overloads lead to, the fleet as an engine."""
 
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
@@ -203,8 +204,8 @@ async def test_retry_after_is_respected_and_the_limit_halved_once_a_burst(autoju
         assert a.checks == 0 and fleet.statistics()["fleet/failures/EngineOverloaded"] == 8
 
 
-@pytest.mark.parametrize("retry_after_s", [None, 0.0, 4.0, 1e6])
-async def test_nothing_but_overload_is_given_up_after_the_limit(autojump_clock, retry_after_s):
+@cases("retry_after_s: null 0.0 4.0 1e6")
+async def test_nothing_but_overload_is_given_up_after_the_limit(autojump_clock, retry_after_s: Any):
     a = FakeEngine("a", fail(EngineOverloaded("429", retry_after_s=retry_after_s)))
     async with fleet_of(a, down_limit_s=1000) as fleet:
         with pytest.raises(EngineOverloaded, match=r"met nothing but overload for down_limit_s=1000.*429"):

@@ -1,5 +1,7 @@
 """Advantages from a critic's values against numbers worked by hand and a slow sweep; KL in token rewards."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -34,14 +36,14 @@ def slow_gae(rewards, values, mask, gamma, lam, bootstrap):
 
 
 # δ = (.99·.6 − .5, .99·.7 − .6, 1 − .7) = (.094, .093, .3); without the second δ_0 = .99·.7 − .5 = .193
-@pytest.mark.parametrize(
-    ("rewards", "values", "mask", "wanted"),
-    [
-        ([0, 0, 1], VALUES, [True, True, True], [0.446828575, 0.37515, 0.3]),
-        ([0, NAN, 1], [0.5, INF, 0.7], [True, False, True], [0.193 + 0.9405 * 0.3, 0.0, 0.3]),  # a tool's
-    ],
-)
-def test_gae_by_hand_and_a_tools_tokens_carry_value_and_advantage_over(rewards, values, mask, wanted):
+@cases("""
+rewards | values      | mask                | wanted                  | …
+0 0 1   | 0.5 0.6 0.7 | [true, true, true]  | 0.446828575 0.37515 0.3
+0 nan 1 | 0.5 inf 0.7 | [true, false, true] | 0.47515 0 0.3           | a tool's: .193 + .9405·.3
+""")
+def test_gae_by_hand_and_a_tools_tokens_carry_value_and_advantage_over(
+    rewards: list[float], values: list[float], mask: Any, wanted: list[float]
+):
     found = compute_gae([rewards], [values], [np.array(mask)], gamma=0.99, lam=0.95)
     assert found.advantages[0].dtype == np.float32
     np.testing.assert_allclose(found.advantages[0], wanted, rtol=1e-6)
@@ -151,33 +153,36 @@ def test_kl_refuses_rows_that_do_not_fit_and_log_probs_that_are_not_finite(funct
 # --- by name, as a run with a critic asks -------------------------------------------------------------------
 
 
-def with_critic(
-    rewards: list[list[float]], values: list[list[float]], masks: list[np.ndarray]
-) -> AdvantageInputs:
+def with_critic(rewards: list[float], values: list[float]) -> AdvantageInputs:
+    """One row of at most three tokens, which all train."""
     return AdvantageInputs(
-        rewards=np.asarray([row[-1] for row in rewards]),
-        group_indices=np.arange(len(rewards)),
-        token_rewards=floats(*rewards),
-        values=floats(*values),
-        loss_masks=tuple(masks),
+        rewards=np.asarray(rewards[-1:]),
+        group_indices=np.zeros(1, np.int64),
+        token_rewards=floats(rewards),
+        values=floats(values),
+        loss_masks=(ALL[: len(rewards)],),
     )
 
 
-def test_gae_by_its_name_gives_advantages_and_returns():
-    inputs = with_critic([[0.0, 0.0, 1.0]], [VALUES], [ALL])
-    # whitened: mean .3739929, deviation .0734213 with n − 1
-    for params, advantages, returns in (
-        ({"gamma": 0.99, "whiten": False}, [0.446828575, 0.37515, 0.3], [0.946828575, 0.97515, 1.0]),
-        ({"gamma": 0.99}, [0.9920258, 0.0157603, -1.0077861], [0.946828575, 0.97515, 1.0]),
-        ({"lam": 0.5, "critic_lam": 1.0, "whiten": False}, [0.1 + 0.05 + 0.075, 0.1 + 0.15, 0.3], [1] * 3),
-    ):
-        found = compute_advantages(inputs, ADVANTAGES["gae"], **{"gamma": 1.0, "lam": 0.95} | params)
-        np.testing.assert_allclose(found.advantages[0], advantages, rtol=1e-4)
-        np.testing.assert_allclose(found.returns[0], returns, rtol=1e-6)
+@cases("""
+params                                       | advantages                     | returns                 | …
+gamma = 0.99, whiten = false                 | 0.446828575 0.37515 0.3        | 0.946828575 0.97515 1
+gamma = 0.99                                 | 0.9920258 0.0157603 -1.0077861 | 0.946828575 0.97515 1   | \
+whitened: mean .3739929, deviation .0734213 with n − 1
+lam = 0.5, critic_lam = 1.0, whiten = false  | 0.225 0.25 0.3                 | 1 1 1                   | \
+.1 + .05 + .075, .1 + .15
+""")
+def test_gae_by_its_name_gives_advantages_and_returns(
+    params: dict, advantages: list[float], returns: list[float]
+):
+    inputs = with_critic([0.0, 0.0, 1.0], VALUES)
+    found = compute_advantages(inputs, ADVANTAGES["gae"], **{"gamma": 1.0, "lam": 0.95} | params)
+    np.testing.assert_allclose(found.advantages[0], advantages, rtol=1e-4)
+    np.testing.assert_allclose(found.returns[0], returns, rtol=1e-6)
 
 
 def test_a_function_of_ones_own_may_answer_as_gae_does_and_is_checked():
-    inputs = with_critic([[0.0, 1.0]], [[0.5, 0.5]], [np.array([True, True])])
+    inputs = with_critic([0.0, 1.0], [0.5, 0.5])
     found = compute_advantages(inputs, lambda given: GAEResult(given.values, given.token_rewards))
     assert isinstance(found, GAEResult)
     assert [row.tolist() for row in (*found.advantages, *found.returns)] == [[0.5, 0.5], [0.0, 1.0]]

@@ -26,7 +26,7 @@ from rollouts.config.schema import RLTrainingConfig
 from rollouts.loops.rl_batch import make_loss_spec
 from rollouts.losses import LOSSES, LossInputs, LossOutput
 from rollouts.types import metric_values
-from tests.unit.test_against_trl import Model, table
+from tests.unit.test_against_trl import Model, stack, table
 
 # Two prompts of one token, three completions each; the rewards are those of two functions, which are added.
 PROMPTS = [0, 0, 0, 3, 3, 3]
@@ -57,13 +57,10 @@ METRICS = {
 
 def score(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs and entropies of the completions' tokens [B, T], 0 outside the mask, and the mask."""
-    width = max(map(len, COMPLETIONS))
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in COMPLETIONS])
-    mask = torch.tensor([[position < len(row) for position in range(width)] for row in COMPLETIONS])
-    before = torch.cat([torch.tensor(PROMPTS)[:, None], ids[:, :-1]], dim=1)
-    log_probs = weights[before].log_softmax(-1)
+    ids, mask = stack([[prompt, *row] for prompt, row in zip(PROMPTS, COMPLETIONS, strict=True)])
+    log_probs, mask = weights[ids[:, :-1]].log_softmax(-1), mask[:, 1:]
     entropies = -(log_probs.exp() * log_probs).sum(-1)
-    own = log_probs.gather(-1, ids[..., None]).squeeze(-1)
+    own = log_probs.gather(-1, ids[:, 1:, None]).squeeze(-1)
     return torch.where(mask, own, 0.0), torch.where(mask, entropies, 0.0), mask
 
 

@@ -2,8 +2,6 @@
 cancelled requests leave nothing behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random
@@ -33,26 +31,6 @@ REPLY = OK + b"content-length: 21\r\n\r\n" + BODY
 CHUNKED = OK + b'transfer-encoding: chunked\r\n\r\n7\r\n{"token\r\ne;x=y\r\ns": [1, 2, 3]}\r\n0\r\n\r\n'
 
 
-class Server:
-    """A server on a socket: `handle` serves each connection."""
-
-    def __init__(self, handle: Callable[[Peer], Awaitable[None]], tls: ssl.SSLContext | None) -> None:
-        self.handle, self.tls = handle, tls
-        self.url = ""
-        self.log: list[tuple[int, str]] = []  # connection and request
-        self.accepted = self.open = 0
-
-    async def serve(self, stream: Any) -> None:
-        if self.tls is not None:
-            stream = trio.SSLStream(stream, self.tls, server_side=True, https_compatible=True)
-        self.accepted += 1
-        self.open += 1
-        with contextlib.suppress(trio.BrokenResourceError):
-            async with stream:
-                await self.handle(Peer(stream, self.accepted - 1, self.log))
-        self.open -= 1
-
-
 class Peer:
     """The server's end of one connection; `number`: connections before it."""
 
@@ -80,9 +58,32 @@ class Peer:
         self.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
+Handle = Callable[[Peer], Awaitable[None]]
+
+
+class Server:
+    """A server on a socket: `handle` serves each connection."""
+
+    def __init__(self, handle: Handle, tls: ssl.SSLContext | None) -> None:
+        self.handle, self.tls = handle, tls
+        self.url = ""
+        self.log: list[tuple[int, str]] = []  # connection and request
+        self.accepted = self.open = 0
+
+    async def serve(self, stream: Any) -> None:
+        if self.tls is not None:
+            stream = trio.SSLStream(stream, self.tls, server_side=True, https_compatible=True)
+        self.accepted += 1
+        self.open += 1
+        with contextlib.suppress(trio.BrokenResourceError):
+            async with stream:
+                await self.handle(Peer(stream, self.accepted - 1, self.log))
+        self.open -= 1
+
+
 @asynccontextmanager
 async def open_both(
-    handle: Callable[[Peer], Awaitable[None]], *, tls: ssl.SSLContext | None = None, **options: Any
+    handle: Handle, *, tls: ssl.SSLContext | None = None, **options: Any
 ) -> AsyncIterator[tuple[Server, HttpClient]]:
     """A server and a client for it."""
     server = Server(handle, tls)
@@ -96,7 +97,7 @@ async def open_both(
         nursery.cancel_scope.cancel()
 
 
-def always(answer: bytes) -> Callable[[Peer], Awaitable[None]]:
+def always(answer: bytes) -> Handle:
     async def handle(peer: Peer) -> None:
         while await peer.read_request():
             await peer.send(answer)
@@ -104,7 +105,7 @@ def always(answer: bytes) -> Callable[[Peer], Awaitable[None]]:
     return handle
 
 
-def replying(*answers: bytes, hangs: bool = False) -> Callable[[Peer], Awaitable[None]]:
+def replying(*answers: bytes, hangs: bool = False) -> Handle:
     """One request for each answer; then the connection is closed, unless the server hangs."""
 
     async def handle(peer: Peer) -> None:
@@ -240,8 +241,8 @@ async def test_a_burst_leaves_no_more_than_max_idle_clients_which_leave_by_age(a
         assert len(client._idle) == 1
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-async def test_the_connection_that_was_used_last_is_used_first(order: tuple[int, int]):
+@cases("order: [0,1] [1,0]")
+async def test_the_connection_that_was_used_last_is_used_first(order: Any):
     answered = [trio.Event(), trio.Event()]
 
     async def handle(peer: Peer):

@@ -110,24 +110,24 @@ def test_inspect_prints_every_part_and_ends_with_the_picture(tmp_path, capsys):
     write_rows(root / "samples.jsonl", *({**row, "weight_version_max": 9} for row in samples), failed)
     assert main(["inspect", str(root), "--last", "2"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for part in (
-        "rl reward",
-        "reward/mean  ▁▁▁▂▂▃▃▃▄▄▅▅▆▆▆▇▇███   0.05     1  0.05    1",
-        "last 2 steps",
-        "│ rl    │   20 │  1.000 │ 0.05 │   2.00 │",
-        "│ rl    │    1 │       0 │ heldout │  50.0 % │      1 │",
-        "generate  1.5     75.0 %",
-        "rest of the step     0.5     25.0 %",
-        "8 or more         1  25.0 %",
-        "staleness of 4 logged samples, 75.0 % with tokens of more than one version",
-        "│ zero_std │ 40 │ 25.0 % │",
-        "│ reward │ 20 │ 20 │ grade: timed out │",
-        f"{root}: finished, 2 attempts, no checkpoint",
-        "0.05 → 1",
-        "mode rl, accuracy.base 0.0, accuracy.rl 0.5",
-        f"wrote {root / 'curves.png'}",
-    ):
-        assert " ".join(part.split()) in text, part
+    wanted = f"""
+rl reward
+reward/mean  ▁▁▁▂▂▃▃▃▄▄▅▅▆▆▆▇▇███   0.05     1  0.05    1
+last 2 steps
+│ rl    │   20 │  1.000 │ 0.05 │   2.00 │
+│ rl    │    1 │       0 │ heldout │  50.0 % │      1 │
+generate  1.5     75.0 %
+rest of the step     0.5     25.0 %
+8 or more         1  25.0 %
+staleness of 4 logged samples, 75.0 % with tokens of more than one version
+│ zero_std │ 40 │ 25.0 % │
+│ reward │ 20 │ 20 │ grade: timed out │
+{root}: finished, 2 attempts, no checkpoint
+0.05 → 1
+mode rl, accuracy.base 0.0, accuracy.rl 0.5
+wrote {root / "curves.png"}"""
+    for line in wanted.strip().splitlines():
+        assert " ".join(line.split()) in text, line
     assert main(["inspect", str(root)]) == 0
     assert f"{root / 'curves.png'} is up to date" in capsys.readouterr().out
 

@@ -34,7 +34,7 @@ CONVERSATION: dict[str, Any] = json.loads("""{
         {"tokens": 2, "segment": 1, "reward": -1.0}]}}""")
 # segments a and a.1, of 2 and 1 tokens that train, from versions 0 to 2, trained from 3; and b, of one turn
 HEAD = "── rl step 4 · a.1 · group 4 · completed · reward -0.500 · 3 tokens · 3 versions behind\n"
-SPLIT = "— segment 2 begins: the chat template rewrote what came before —\n"
+SPLIT = "— segment 2 begins: what came before was written anew —\n"
 ENDED = "ended: done · turns 3 · tool calls 2 · 10.5 of 12.0 s waiting · resumed 1\n"
 TURNS = f"""{HEAD}[user] Twice 12 * 34?
 [assistant · turn 1 · 1 token] (thinks) A product.
@@ -111,7 +111,7 @@ turns                               | said
 """)
 def test_turns_are_the_last_messages_of_the_model(turns: Any, said: str):
     """A prompt may hold others, and an agent may have rewritten its history."""
-    shown = list_turns([{"role": "assistant", "content": "hi"}], {"turns": turns})
+    shown = list_turns({"messages": [{"role": "assistant", "content": "hi"}], "trajectory": {"turns": turns}})
     assert shown == [{"said": f"{said} ", "text": "hi"}]
 
 
@@ -127,7 +127,7 @@ async def test_what_a_model_writes_steers_neither_terminal_nor_page(tmp_path, ca
     page = (tmp_path / "report.html").read_text()
     assert page.count("</script>") == 3
     (samples,) = json.loads(page.split('id="sample-data">')[1].split("</script>")[0])
-    shown = list_turns(hostile["messages"], hostile["trajectory"])
+    shown = list_turns(hostile)
     assert [(one["turns"], one["share"], one["arrays"]["mask"]) for one in samples] == [
         (shown, 1.0, [0, 1, 1, 0, 1])
     ]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,15 @@ from rollouts.ranks.launch import Launch, read_launch, torchrun_command
 from tests.support.text_tables import cases
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "node-a",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-}
+TORCHRUN = tomllib.loads("""
+RANK = "5"
+WORLD_SIZE = "8"
+LOCAL_RANK = "1"
+LOCAL_WORLD_SIZE = "4"
+MASTER_ADDR = "node-a"
+MASTER_PORT = "29500"
+TORCHELASTIC_RESTART_COUNT = "2"
+""")
 
 
 def test_what_torchrun_sets_is_the_place_of_the_process():
@@ -65,17 +66,20 @@ def test_a_variable_that_is_wrong_is_named(changes: dict, message: str):
         read_launch({**TORCHRUN, **changes})
 
 
+JOB = """
+import json, os, sys
+from pathlib import Path
+from rollouts.ranks.launch import read_launch
+launch = read_launch(os.environ)
+told = json.dumps([launch._asdict(), sys.argv[1:]])
+Path(f"rank-{launch.rank}-restart-{launch.restart}").write_text(told)
+sys.exit(75 if launch.restart == 0 and launch.rank == 1 else 0)
+"""
+
+
 @pytest.mark.slow
 def test_torchrun_starts_every_rank_with_the_arguments_and_starts_again_after_a_failure(tmp_path: Path):
-    (tmp_path / "job.py").write_text(
-        "import json, os, sys\n"
-        "from pathlib import Path\n"
-        "from rollouts.ranks.launch import read_launch\n"
-        "launch = read_launch(os.environ)\n"
-        "told = json.dumps([launch._asdict(), sys.argv[1:]])\n"
-        "Path(f'rank-{launch.rank}-restart-{launch.restart}').write_text(told)\n"
-        "sys.exit(75 if launch.restart == 0 and launch.rank == 1 else 0)\n"
-    )
+    (tmp_path / "job.py").write_text(JOB)
     command = torchrun_command(2, ["-m", "job", "--section.key", "a b"], max_restarts=1)
     assert command[0] == sys.executable
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.types import LossSpec, RolloutBatch
 from tests.support.plain_backend import compute_plain_loss, load_tiny, open_backend, take_gradients
 from tests.support.text_tables import cases
+from tests.unit.test_local_engine import make_model
 
 TOLERANCE = 1e-4  # ‖a − b‖ / ‖b‖ of each parameter's gradient
 WINDOW = 24  # tokens, shorter than the rows
@@ -29,29 +28,24 @@ SWITCHES = ("packing", "sharing", "fused_head", "skipping")
 def load(kind: str) -> Any:
     if kind != "windowed":
         return load_tiny(kind)
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-    }  # fmt: skip
-    config = transformers.MistralConfig(**sizes, sliding_window=WINDOW)
-    return transformers.MistralForCausalLM(config).eval()
+    sizes = {"vocab_size": 259, "max_position_embeddings": 512, "initializer_range": 0.02}
+    return make_model("Mistral", sliding_window=WINDOW, **sizes)
 
 
-def make_batch(vocab_size: int = 250) -> RolloutBatch:
+def make_batch() -> RolloutBatch:
     """Two groups of unlike prompts, the third row of each with a beginning of its answer in common with the
     first, and one group without an advantage.
     """
     rng = np.random.default_rng(0)
     tokens, masks, advantages = [], [], []
     for prompt, answers, scale in ((150, (40, 9, 35), 1.0), (7, (12, 5, 30), 1.0), (20, (6, 8), 0.0)):
-        start = rng.integers(0, vocab_size, prompt)
-        first = rng.integers(0, vocab_size, answers[0])
+        start = rng.integers(0, 250, prompt)
+        first = rng.integers(0, 250, answers[0])
         for number, length in enumerate(answers):
-            answer = rng.integers(0, vocab_size, length)
-            answer[: 4 if number == 2 else 0] = first[: 4 if number == 2 else 0]
-            tokens.append(first if number == 0 else answer)
-            tokens[-1] = np.concatenate([start, tokens[-1]])
+            answer = rng.integers(0, 250, length) if number else first
+            if number == 2:
+                answer[:4] = first[:4]
+            tokens.append(np.concatenate([start, answer]))
             masks.append(np.arange(prompt + length) >= prompt)
             advantages.append(np.where(masks[-1], scale * rng.standard_normal(), 0.0).astype(np.float32))
 

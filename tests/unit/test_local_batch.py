@@ -5,8 +5,6 @@ import pytest
 import torch
 import trio
 
-from rollouts.device_thread import open_device_thread
-from rollouts.engines.local import open_local_engine
 from rollouts.engines.local.weights import StagedWeights
 from rollouts.models.decoding import decoder
 from rollouts.models.decoding.batch import DecodeBatch, Row
@@ -60,14 +58,8 @@ def test_a_job_is_shorter_while_others_wait_and_makes_a_step_in_any_case(
 
 async def test_work_of_others_runs_between_the_steps_of_a_long_generation():
     """Each of them waits for a few steps at most, and the generation goes on between them."""
-    async with (
-        open_device_thread(name="test", torch_threads=1) as thread,
-        open_local_engine(
-            make_model(), device_thread=thread, mode="shared", trainer_version=lambda: 0, max_rows=2
-        ) as engine,
-        trio.open_nursery() as nursery,
-    ):
-        steps: list[float] = []
+    async with open_engine(max_rows=2) as engine, trio.open_nursery() as nursery:
+        thread, steps = engine._device_thread, list[float]()
         nursery.start_soon(engine.generate, make_request("long", max_new_tokens=100))
         while engine.statistics()["decode_steps"] == 0:
             await thread.submit(lambda: None)

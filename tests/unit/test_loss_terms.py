@@ -30,7 +30,6 @@ from tests.unit.test_losses import (
     OLD,
     POLICY,
     REF,
-    M,
     make_inputs,
     row,
     run,
@@ -39,6 +38,7 @@ from tests.unit.test_losses import (
 # --- terms --------------------------------------------------------------------------------------------------
 
 K2 = [0.08, 0.045, 0.005]
+M = [exp(0.5), exp(-0.5), exp(0.7)]  # exp(lp − mu)
 KL_MU = sum(m * d for m, d in zip(M, (0.4, -0.3, -0.1), strict=True))  # (lp − ref)·exp(lp − mu)
 
 

@@ -31,13 +31,10 @@ from rollouts.types import merge_metrics, metric_values
 from tests.support.text_tables import cases
 
 OLD, LP, MU, REF = [-1.0, -0.5, -2.0], [-0.7, -0.9, -1.6], [-1.2, -0.4, -2.3], [-1.1, -0.6, -1.5]
-W = [exp(0.2), exp(-0.1), exp(0.3)]  # exp(old − mu)
 NAN, INFINITY = math.nan, math.inf
 POLICY = [name for name in LOSSES if name not in ("sft", "value", "linear")]
 AGAINST_MU = ("importance_sampling", "dppo", "dppo_kl", "vespo")
 AGAINST_OLD = [name for name in POLICY if name not in (*AGAINST_MU, "reinforce", "dro")]
-# with these the choice of tokens by covariance does not depend on the micro-batch
-WHOLE = {"cov_fraction": 1.0, "cov_low": 0.1, "log_prob_mean": 0.0, "advantage_mean": 0.0}
 
 
 def row(*values: float) -> Tensor:
@@ -70,14 +67,15 @@ def run(name: str, inputs: LossInputs, **params: Any) -> tuple[float, list[float
 
 
 def whole(name: str) -> dict[str, Any]:
-    return dict(WHOLE) if name.endswith("_cov") else {}
+    """With these the choice of tokens by covariance does not depend on the micro-batch."""
+    if not name.endswith("_cov"):
+        return {}
+    return {"cov_fraction": 1.0, "cov_low": 0.1, "log_prob_mean": 0.0, "advantage_mean": 0.0}
 
 
 # --- by hand ------------------------------------------------------------------------------------------------
 
-R = [exp(0.3), exp(-0.4), exp(0.4)]
-M = [exp(0.5), exp(-0.5), exp(0.7)]
-S = exp(0.1)  # the geometric mean of R
+S = exp(0.1)  # the geometric mean of the ratios
 
 
 # r = e^(lp − old), m = e^(lp − mu), s = e^.1 the geometric mean of r; the losses of the tokens | the gradient
@@ -286,7 +284,7 @@ def test_losses_resolve_by_key_and_by_module_and_name_the_nearest(monkeypatch):
     vars(plug_in)["halve"] = lambda inputs, *, by=2.0: torch.full_like(inputs.log_probs.detach(), 1 / by)
     monkeypatch.setitem(__import__("sys").modules, "a_correction", plug_in)
     weights = parse_correction("a_correction:halve(by=4) * token_tis(cap=1)")(make_inputs())
-    assert weights[0].tolist() == pytest.approx([0.25, 0.25 * W[1], 0.25])
+    assert weights[0].tolist() == pytest.approx([0.25, 0.25 * exp(-0.1), 0.25])
     with pytest.raises(ConfigError, match="it takes by"):
         parse_correction("a_correction:halve(to=4)")
 

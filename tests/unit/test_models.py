@@ -92,7 +92,11 @@ def test_a_hub_name_is_downloaded_without_pickles_and_checked(tiny, monkeypatch)
     assert asked == [("org/model", True, False)]
 
 
-@pytest.mark.parametrize("name", ["org/no-such-model", "bad name!"])
+@cases("""
+name
+org/no-such-model
+bad name!
+""")
 def test_a_hub_that_cannot_be_reached_names_the_way_out(name):
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE") as caught:
         resolve_model(name)

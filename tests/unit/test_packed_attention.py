@@ -63,7 +63,7 @@ def draw_heads(
 
 @pytest.mark.parametrize("tile", [SMALL_TILE, 11, TILE])
 @pytest.mark.parametrize("window", [None, 1, 3, 20])
-@pytest.mark.parametrize("seed", range(4))
+@cases("seed: 0 1 2 3")
 def test_output_and_gradients_are_those_of_a_dense_mask(seed: int, window: int | None, tile: int):
     rng, longest = np.random.default_rng(seed), 25 if tile > SMALL_TILE else 9
     ends, depths = put_side_by_side([make_tree(rng, levels, longest) for levels in rng.permutation(3)])

@@ -135,10 +135,15 @@ def make_batch() -> RolloutBatch:
     )
 
 
-CASES = "llama whole|gpt2 whole|mamba whole|llama linear|gpt2 linear|gpt2 own"
-
-
-@pytest.mark.parametrize(("kind", "head"), [case.split() for case in CASES.split("|")])
+@cases("""
+kind  | head
+llama | "whole"
+gpt2  | "whole"
+mamba | "whole"
+llama | "linear"
+gpt2  | "linear"
+gpt2  | "own"
+""")
 def test_padded_log_probs_entropies_and_gradients_are_those_of_each_row_alone(kind: str, head: Any):
     model, batch = make_model(kind), make_batch()
     weights = torch.tensor([[0, 0, 2.0, 0, -1.0], [0, 0.5, 3.0, 0, 0]])

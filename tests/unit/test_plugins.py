@@ -96,7 +96,7 @@ import no_such_package
 raise KeyboardInterrupt
 class E(Exception):\n    def __str__(self): return 1 / 0\nraise E
 """)
-@pytest.mark.parametrize("name", ["raising_plugin:score", "raising_plugin.py:score"])
+@cases("name: raising_plugin:score raising_plugin.py:score")
 def test_whatever_an_import_raises_is_kept_as_the_cause_and_may_be_corrected(
     write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str
 ):
@@ -134,7 +134,11 @@ def test_a_function_must_take_what_its_role_passes(write, tmp_path: Path, role, 
 
 
 @cases("role: reward group_reward filter curriculum")
-@pytest.mark.parametrize("start", ["def", "async def"])
+@cases("""
+start
+def
+async def
+""")
 def test_a_generator_function_is_refused_when_it_is_loaded(write, tmp_path: Path, role: str, start: str):
     write(f"{start} score(*arguments):\n    yield 1.0\n")
     assert "it must return its answer" in message_of("r.py:score", tmp_path, role)

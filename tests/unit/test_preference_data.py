@@ -50,7 +50,8 @@ def read_row(text: str) -> dict[str, Any]:
     return json.loads(re.sub("|".join(TURNS), lambda name: TURNS[name[0]], text))
 
 
-PAIRS = """
+@cases("""
+row
 {"prompt": "q", "chosen": "ab", "rejected": "c"}
 {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
 {"prompt": [ASK], "chosen": "ab", "rejected": [BAD]}
@@ -59,10 +60,7 @@ PAIRS = """
 {"prompt": "q", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
 {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
 {"prompt": null, "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
-"""
-
-
-@pytest.mark.parametrize("row", PAIRS.strip().splitlines())
+""")
 def test_every_usual_shape_of_a_pair_means_the_same(row):
     assert parse_row(read_row(row), "pair") == SPLIT
     whole = {"completion": [ASK, GOOD], "label": False}
@@ -144,8 +142,8 @@ def test_a_mismatched_row_is_the_prompt_with_the_next_completion_of_another_prom
 # --- held out, drawn, batched -------------------------------------------------------------------------------
 
 
-def numbered(count, *, prompts=None):
-    return [{**PAIR, "prompt": str(prompts[index] if prompts else index)} for index in range(count)]
+def numbered(*prompts):
+    return [{**PAIR, "prompt": str(prompt)} for prompt in prompts]
 
 
 def numbers_of(samples):
@@ -155,7 +153,7 @@ def numbers_of(samples):
 
 
 def test_held_out_pairs_come_off_the_end_and_their_prompts_do_not_train():
-    training, held_out = split_held_out(prepare("pair", *numbered(6, prompts=[5, 1, 2, 3, 4, 5])), 2)
+    training, held_out = split_held_out(prepare("pair", *numbered(5, 1, 2, 3, 4, 5)), 2)
     assert numbers_of(held_out) == [4, 5]
     assert numbers_of(training.samples) == [1, 2, 3]
     assert training.dropped == {"held_out_prompt": 1}
@@ -163,7 +161,7 @@ def test_held_out_pairs_come_off_the_end_and_their_prompts_do_not_train():
 
 
 def test_every_source_gives_its_share_of_what_is_held_out():
-    rows = [parse_row(row, "pair") for row in numbered(9)]
+    rows = [parse_row(row, "pair") for row in numbered(*range(9))]
     sources = (Source("a", 1.0, tuple(rows[:6])), Source("b", 1.0, (*rows[6:8], None, rows[8])))
     data = prepare_preference_mixture(Mixture(sources), byte_tokenizer(), use="pair", max_length=99)
     training, held_out = split_held_out(data, 3)

@@ -107,10 +107,10 @@ reward       |                                       | 0.126928011 | −log σ(2
 reward       | margins = [0.5], centring = 0.01      | 5.041413278 | −log σ(1.5) + .01·(−10 − 12)²
 """)
 def test_losses_match_the_numbers_worked_by_hand(name: str, params: dict, expected: float):
-    given, pairs = params, make_pairs()
-    if "margins" in given:
-        given["margins"] = tensor(*given["margins"])
-    output = of_pairs(name, pairs, **given)(pairs.chosen, pairs.rejected)
+    pairs = make_pairs()
+    if "margins" in params:
+        params["margins"] = tensor(*params["margins"])
+    output = of_pairs(name, pairs, **params)(pairs.chosen, pairs.rejected)
     assert float(output.sum) == pytest.approx(expected, abs=1e-8)
     assert output.count == (2 if name == "kto" else 1)
 

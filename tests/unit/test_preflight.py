@@ -15,7 +15,7 @@ from rollouts.preflight import checks
 from rollouts.preflight.checks import PreparedRun, look_at_run
 from rollouts.preflight.estimate import ModelSize, estimate_memory, read_free_memory, read_model_size
 from rollouts.preflight.findings import Findings
-from rollouts.preflight.functions import call_functions
+from rollouts.preflight.functions import WRONG_ANSWER, call_functions, make_trial_samples
 from rollouts.preflight.rows import PreparedRows
 from rollouts.run_dir import RunDir
 from tests.support.text_tables import cases, read_cells, write_jsonl
@@ -248,13 +248,19 @@ def test_a_resumed_run_goes_on_by_the_same_file_and_warns_of_other_rows(house):
 
 # --- functions ----------------------------------------------------------------------------------------------
 
-FUNCTIONS = (
-    "rl.rollout.generate rl.rollout.reward rl.rollout.group_reward rl.rollout.filters rl.curriculum"
-    " rl.advantage eval.reward sft.data.function eval.data.function"
-)
 
-
-@pytest.mark.parametrize("key", FUNCTIONS.split())
+@cases("""
+key
+rl.rollout.generate
+rl.rollout.reward
+rl.rollout.group_reward
+rl.rollout.filters
+rl.curriculum
+rl.advantage
+eval.reward
+sft.data.function
+eval.data.function
+""")
 def test_every_function_that_is_missing_or_wrong_is_found(house, key):
     (house / "r.py").write_text("number = 3\ndef reward(*, needed): ...\n", encoding="utf-8")
     data = '{ kind = "python", function = "r.py:rows", size = 1 }'
@@ -302,6 +308,17 @@ def test_functions_are_called_once_and_their_answers_shown(house, kind: str):
     lines = [f"{finding.level} {finding.subject}: {finding.message}" for finding in findings]
     said = [start for name, start in read_cells(ANSWERS) if name == kind]
     assert all(line.startswith(start) for line, start in zip(lines, said, strict=False)), lines
+
+
+def test_a_reward_of_conversations_is_called_with_one():
+    turns = [
+        sample.metadata["messages"]
+        for sample in make_trial_samples([{"prompt": "2 * 3", "answer": 6}], turns=True)
+    ]
+    assert [[message["content"] for message in said] for said in turns] == [
+        ["2 * 3", "6"],
+        ["2 * 3", WRONG_ANSWER],
+    ]
 
 
 # --- estimates ----------------------------------------------------------------------------------------------

@@ -370,7 +370,7 @@ async def test_rewards_that_a_program_posts_are_its_newest_turns(
 
 
 @pytest.mark.parametrize("history", ["template", "extend"])
-@pytest.mark.parametrize("name", ["chatml", "qwen2_5", "qwen3", "gptoss", "llama3_1", "mistral_v3_tekken"])
+@cases("name: chatml qwen2_5 qwen3 gptoss llama3_1 mistral_v3_tekken")
 async def test_what_trains_is_what_the_engine_took_in_and_gave_out(name: str, history: Any, autojump_clock):
     """Of six trajectories at once, in each of which two agents speak at once."""
     tokenizer = family_tokenizer(name, merges=MERGES)

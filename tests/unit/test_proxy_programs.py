@@ -117,7 +117,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("cancelled", [False, True])
+@cases("cancelled: no yes")
 async def test_what_a_program_started_ends_with_its_trajectory(tmp_path, *, cancelled: bool):
     pids, ended = tmp_path / "pids", list[Any]()
     command = write(tmp_path / "agent.py", FORKS.replace("PIDS", str(pids)))

@@ -22,6 +22,7 @@ from rollouts.reference.moving import STATE_FILE, MovingReference, UpdateRule, o
 from rollouts.reference.score import score_batch
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec
+from tests.support.text_tables import cases
 
 BATCH = make_batch(temperature=0.8)
 
@@ -146,7 +147,11 @@ async def test_a_reference_that_follows_has_the_backends_own_weights():
         np.testing.assert_allclose(one, two, atol=1e-6)
 
 
-@pytest.mark.parametrize("message", ["never came", "fit none"])
+@cases("""
+message
+never came
+fit none
+""")
 async def test_an_update_that_breaks_off_leaves_no_silent_mixture(message: str):
     path = resolve_model("tiny:byte")
     async with open_moving(path, rule=ema(0.5)) as (reference, policy):
@@ -167,7 +172,11 @@ async def test_an_update_that_breaks_off_leaves_no_silent_mixture(message: str):
                 await use()
 
 
-@pytest.mark.parametrize("text", ['{"format": 99, "updates": 1, "step": 1}', "{"])
+@cases("""
+text
+{"format": 99, "updates": 1, "step": 1}
+{
+""")
 async def test_what_is_no_saved_reference_is_refused(tmp_path: Path, text: str):
     path = resolve_model("tiny:byte", cache_dir=tmp_path)
     (path / STATE_FILE).write_text(text)

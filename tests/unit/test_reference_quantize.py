@@ -35,11 +35,6 @@ from tests.support.text_tables import cases
 BATCH = make_batch()
 
 
-def count_weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of parameters and buffers in memory; what several modules share counts once."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
 @pytest.fixture
 def torchao() -> None:
     pytest.importorskip("torchao", reason="needs rollouts-rl[reference-quant]")
@@ -61,7 +56,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- one weight ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@cases("bits: 8 4")
 @pytest.mark.parametrize("shape", [(6, 128), (3, 5, 64), (4, 40), (8, 36)])
 def test_weights_are_themselves_to_a_step(shape: tuple[int, ...], bits: Any, torchao: None):
     """A step of 8 bits is the largest of a block along the row, divided by 127, of which codes are half off.
@@ -107,8 +102,8 @@ async def test_a_quantised_reference_is_small_and_its_error_is_told(
         open_frozen_reference(path, dtype=dtype, device_thread=thread, say=said.append) as reference,
     ):
         assert reference._model is not None
-        size = count_weight_bytes(reference._model)
-        whole = count_weight_bytes(load_hf_model(path))
+        size = reference._model.get_memory_footprint()
+        whole = load_hf_model(path).get_memory_footprint()
         probe = sample_probe(load_hf_model(path))
         again = compare_log_probs(await reference.score(probe), await exact.score(probe), probe)
         metrics = dict(reference.metrics)
@@ -126,11 +121,11 @@ def test_every_architecture_runs_and_tied_weights_are_stored_once(kind: str, tor
     batch = torch.arange(12).view(2, 6)
     with torch.no_grad():
         before = model(input_ids=batch).logits.log_softmax(-1)
-        bytes_before = count_weight_bytes(model)
+        bytes_before = model.get_memory_footprint()
         quantize_model(model, 8)
         after = model(input_ids=batch).logits.log_softmax(-1)
     assert 0 < float((after - before).abs().max()) < 0.5
-    assert count_weight_bytes(model) < 0.35 * bytes_before
+    assert model.get_memory_footprint() < 0.35 * bytes_before
     embedding, head = (
         getattr(module, "_packed_weight", None)
         for module in (model.get_input_embeddings(), model.get_output_embeddings())

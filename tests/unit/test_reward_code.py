@@ -178,11 +178,10 @@ limits = 0             | limits.timeout_s=0; it must be a number above 0
 import_paths = ["relative"] | the absolute path of a directory that exists
 """)
 def test_bad_options_are_refused(options: dict, message: str):
-    given = options
-    if "limits" in given:
-        given["limits"] = Limits(timeout_s=given["limits"])
+    if "limits" in options:
+        options["limits"] = Limits(timeout_s=options["limits"])
     with pytest.raises(ConfigError, match=message):
-        make_code_reward(**given)
+        make_code_reward(**options)
 
 
 def test_a_child_that_does_not_start_is_an_error_and_not_a_reward(

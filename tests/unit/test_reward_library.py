@@ -205,8 +205,7 @@ def test_overlong_responses_are_punished_softly(num_tokens: int, punishment: flo
 # --- what each refuses ---
 
 
-def extract_exact(**options: Any) -> Any:
-    return make_extracted(exact_match, **options)
+extract_exact = partial(make_extracted, exact_match)
 
 
 def weigh_a_and_b(**weights: float) -> RewardResult:

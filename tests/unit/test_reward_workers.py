@@ -30,7 +30,7 @@ from rollouts.rewards.workers import RaisedInWorker, Workers
 from rollouts.rewards.workers import open_workers as open_pool
 from rollouts.types import RewardResult, Sample, Status
 from tests.support.processes import find_descendants, is_alive, wait_until
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases, read_cells
 
 HERE = Path(__file__).parent
 # a function of hostile_rewards.py | what its error says
@@ -243,11 +243,17 @@ async def test_bytes_that_wait_before_a_call_cost_the_worker_and_not_the_sample(
         assert (workers.statistics()["failed"], workers.statistics()["workers_started"]) == (0, 2)
 
 
-LEFT_BEHIND = """changes_directory sets_umask leaves_alarm sets_handler sets_environment lowers_limit
-    leaves_thread replaces_stdout"""
-
-
-@pytest.mark.parametrize("name", LEFT_BEHIND.split())
+@cases("""
+name
+changes_directory
+sets_umask
+leaves_alarm
+sets_handler
+sets_environment
+lowers_limit
+leaves_thread
+replaces_stdout
+""")
 async def test_what_a_call_leaves_behind_does_not_reach_the_next_sample(name: str):
     async with open_workers() as workers:
         before = (await score(workers, "shows_process")).note

@@ -1,7 +1,6 @@
 """What the RL loop does to a batch: log-probs, advantages, a teacher, the loss by name."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -75,11 +74,14 @@ async def test_kl_in_the_reward_is_taken_off_before_the_group_statistics():
     np.testing.assert_allclose(batch.advantages[1], [0, -0.5, -0.5])
 
 
-def segmented() -> RolloutBatch:
-    """Two trajectories with the rewards 1 and 0, the first of two segments."""
+def segmented(*kl: float) -> RolloutBatch:
+    """Two trajectories with the rewards 1 and 0, the first of two segments; and of each row the KL from a
+    reference in nats, which is not that of the first token, for it does not train.
+    """
     ids = ("g7-s0", "g7-s0.1", "g7-s1")
     samples = tuple(Sample(id=id_, prompt="p", reward=0.0, group_index=7) for id_ in ids)
-    return dataclasses.replace(batch_of([1.0, 1.0, 0.0]), samples=samples)
+    reference = tuple(np.asarray([5.0, -1.0 - nats, -2.0], np.float32) for nats in kl)
+    return dataclasses.replace(batch_of([1.0, 1.0, 0.0]), samples=samples, ref_log_probs=reference or None)
 
 
 def test_segments_of_one_trajectory_count_once_in_the_advantages_of_a_batch():
@@ -99,29 +101,18 @@ def test_all_segments_of_a_truncated_trajectory_are_left_out_of_the_loss():
 
 
 def test_the_kl_that_is_taken_off_is_that_of_the_whole_trajectory():
-    reference = tuple(
-        np.asarray([0.0, -1.0 - kl, -2.0], np.float32) for kl in (1.0, 2.0, 5.0)
-    )  # KL of each row in nats
-    rows = segmented()
-    batch, metrics = add_advantages(
-        dataclasses.replace(rows, ref_log_probs=reference), rl_config(advantage="raw", kl_coef=0.1)
-    )
+    batch, _ = add_advantages(segmented(1.0, 2.0, 5.0), rl_config(advantage="raw", kl_coef=0.1))
     np.testing.assert_allclose(
         [row[1] for row in batch.advantages], [0.7, 0.7, -0.5], rtol=1e-6
     )  # 1 − .1·(1 + 2), 0 − .1·5
-    assert metrics["kl/ref_per_sample"] == pytest.approx(4.0), "the mean of 3 and 5: over trajectories"
-
-
-def with_parts(batch: RolloutBatch, *parts: Mapping[str, float]) -> RolloutBatch:
-    samples = tuple(
-        Sample(id=f"s{row}", prompt="p", reward=0.0, rewards=part) for row, part in enumerate(parts)
-    )
-    return dataclasses.replace(batch, samples=samples)
 
 
 def test_every_advantage_of_the_table_works_by_its_name():
-    parts = [{"right": right, "greedy_reward": 0.25} for right in (1.0, 0.0, 1.0)]
-    rows = with_parts(batch_of([1.0, 0.0, 0.5]), *parts)
+    samples = tuple(
+        Sample(id=f"s{row}", prompt="p", reward=0.0, rewards={"right": right, "greedy_reward": 0.25})
+        for row, right in enumerate((1.0, 0.0, 1.0))
+    )
+    rows = dataclasses.replace(batch_of([1.0, 0.0, 0.5]), samples=samples)
     for name in ADVANTAGES.keys() - {"gae"}:  # which needs a critic: below
         batch, metrics = add_advantages(rows, rl_config(advantage=name))
         assert batch.advantages is not None and len(batch.advantages) == 3
@@ -248,11 +239,10 @@ loss = "gspo" |
 """)
 @pytest.mark.parametrize("kl", [{}, KL])
 def test_the_loss_is_named_with_the_numbers_of_the_config(settings: dict, params: dict, kl: dict[str, Any]):
-    changes = settings
     spec = make_loss_spec(
-        rl_config(normalise_by="constant", **changes, **kl, **({"kl_in": "loss"} if kl else {}))
+        rl_config(normalise_by="constant", **settings, **kl, **({"kl_in": "loss"} if kl else {}))
     )
-    assert (spec.name, spec.params) == (changes.get("loss", "ppo_clip"), params | kl)
+    assert (spec.name, spec.params) == (settings.get("loss", "ppo_clip"), params | kl)
     assert (spec.unit, spec.constant) == ("constant", 2 * 2 * 8)
 
 

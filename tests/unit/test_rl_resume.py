@@ -27,6 +27,7 @@ from rollouts.models.load import resolve_model
 from rollouts.reference.score import open_frozen_reference
 from rollouts.testing.fakes import open_fake_backend
 from rollouts.types import Sample, SamplingParams
+from tests.support.compare_runs import comparable
 from tests.support.fake_tokenizer import FakeTokenizer
 from tests.support.text_tables import cases
 
@@ -53,8 +54,7 @@ class Rows:
         self.samples: list[tuple[str, str]] = []
 
     async def log_step(self, stage: str, step: int, policy_version: int, metrics: Any, **rows: Any) -> None:
-        timed = ("time/", "perf/")
-        self.steps.append({name: value for name, value in metrics.items() if not name.startswith(timed)})
+        self.steps.append(comparable(metrics))
 
     async def log_samples(
         self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]

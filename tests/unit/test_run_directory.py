@@ -90,9 +90,9 @@ def test_the_lock_ends_with_the_run_though_a_forked_child_lives_on(tmp_path):
         os.close(number)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_warned_of_and_used(tmp_path, monkeypatch, caplog, number):
-    refuse_with(monkeypatch, fcntl, "flock", number)
+@cases("error: ENOSYS ENOLCK EOPNOTSUPP")
+def test_a_file_system_without_locks_is_warned_of_and_used(tmp_path, monkeypatch, caplog, error):
+    refuse_with(monkeypatch, fcntl, "flock", getattr(errno, error))
     os.close(lock_run_dir(RunDir(tmp_path)))
     check_unlocked(RunDir(tmp_path))
     assert f"the file system of {tmp_path} has no locks" in caplog.text

@@ -33,7 +33,6 @@ from rollouts.weight_sync.snapshots import (
     DiskSnapshots,
     clear_after_restart,
     export_snapshot,
-    hold_weights,
     list_snapshots,
 )
 from rollouts.weight_sync.sync import WeightSync
@@ -64,7 +63,7 @@ async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(ki
     async with open_backend(resolve_model(f"tiny:{kind}")) as backend:
         await train(backend)
         made = await export_snapshot(backend, path, shard_bytes=50_000)
-        held = await hold_weights(backend)
+        held = await DiskSnapshots(tmp_path).hold(backend)
         await backend.device_thread.submit(lambda: save_hf_model(backend.model, tmp_path / "saved")).result()
         await train(backend)
         assert held is not None

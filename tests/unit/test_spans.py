@@ -5,21 +5,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import trio
 
-from rollouts.config.tables import RolloutConfig
-from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines.fleet import Member, open_fleet
-from rollouts.generation.async_rollout_manager import AsyncRolloutManager
-from rollouts.generation.generate import make_chat_generate
 from rollouts.metrics import spans as spans_module
 from rollouts.metrics.spans import PhaseTimer, Span, SpanRecorder
 from rollouts.protocols import InferenceEngine
 from rollouts.types import Sample, SamplingParams
-from tests.support.fake_tokenizer import FakeTokenizer
+from tests.unit.manager_runs import chat_generate, make_run
 from tests.unit.test_fleet import FakeEngine, update
 
 
@@ -85,11 +80,10 @@ async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_
     """
     began = trio.current_time()
     recorder = SpanRecorder(clock=trio.current_time, time_unix=trio.current_time)
-    chat: Any = make_chat_generate(FakeTokenizer())
 
     async def ask_twice(sample: Sample, engine: InferenceEngine, sampling: SamplingParams) -> Sample:
-        await chat(sample, engine, sampling)
-        return await chat(sample, engine, sampling)
+        await chat_generate(sample, engine, sampling)
+        return await chat_generate(sample, engine, sampling)
 
     async def reward(sample: Sample) -> float:
         await trio.sleep(1.0)
@@ -99,18 +93,9 @@ async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_
     members = [Member(FakeEngine(name, seconds=duration)) for name, duration in seconds.items()]
     async with open_fleet(members, warn=print) as fleet:
         update(fleet, 0)
-        manager = AsyncRolloutManager(
-            DataBuffer([{"prompt": "p"}], seed=0),
-            fleet,
-            generate=ask_twice,
-            config=RolloutConfig(num_prompts=1, samples_per_prompt=2),
-            reward=reward,
-            sampling=SamplingParams(max_new_tokens=1),
-            seed=0,
-            policy_version=lambda: 0,
-            spans=recorder,
-        )
-        batch = await manager.generate_batch()
+        options = {"num_prompts": 1, "sampling": SamplingParams(max_new_tokens=1), "spans": recorder}
+        run = make_run(engine=fleet, generate=ask_twice, reward=reward, **options)
+        batch = await run.manager.generate_batch()
     recorder.keep(sample.id for sample in batch.samples)
     spans = recorder.take()
     for sample in batch.samples:

@@ -44,12 +44,7 @@ def group_of(*results: RewardResult) -> SampleGroup:
     return SampleGroup(0, "row-0", tuple(samples))
 
 
-GOLD = """
-arithmetic.exact_answer arithmetic.close_answer letter_words.share_of_letters
-"""
-
-
-@pytest.mark.parametrize("name", GOLD.split())
+@cases("name: arithmetic.exact_answer arithmetic.close_answer letter_words.share_of_letters")
 def test_gold_answers_earn_the_full_reward(name: str):
     task = TASKS[NAMES.index(name.partition(".")[0])]
     for row in [row for seed in range(3) for row in task.make_rows(size=150, seed=seed)]:

@@ -211,7 +211,7 @@ class FakeSink:
 
 
 @pytest.fixture
-def run_follower(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, list[str]]]:
+def run_follower(root: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """(outcome, what was said) of following a run of eight steps that is over."""
 
     def run(sink: FakeSink, **kind: Any) -> tuple[str, list[str]]:

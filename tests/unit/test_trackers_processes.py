@@ -17,6 +17,7 @@ from rollouts.run_dir import RunDir
 from rollouts.trackers.follower import position_path, read_position
 from rollouts.trackers.launch import open_trackers
 from tests.support.processes import find_processes, wait_until
+from tests.support.text_tables import cases
 from tests.support.tracker_runs import append, make_row, make_run, read_events, write_follower
 
 pytest.importorskip("tensorboard")
@@ -43,7 +44,13 @@ def count_rows(root: Path) -> int:
 # --- beside a run -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["refuse 2", "hang", "kill 2", "middle 2"])
+@cases("""
+fault
+refuse 2
+hang
+kill 2
+middle 2
+""")
 def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root: Path, tmp_path: Path, fault: str):
     command, faults = write_follower(tmp_path)
     faults.write_text(fault)

@@ -193,7 +193,7 @@ TOKENIZERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-@pytest.mark.parametrize("history", ["template", "extend"])
+@cases("history: template extend")
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", READS)
 def test_what_trains_is_what_the_engine_took_in_and_gave_out(name: str, kind: str, history: str) -> None:
@@ -235,11 +235,14 @@ def test_encoding_the_history_again_trains_other_tokens_in_every_template() -> N
     assert min(drifted.values()) >= 10, drifted
 
 
-def say(form: ChatFormat, node: Node, text: str, end: str, *, ended: bool = True) -> Any:
-    """The answer that is the tokenizer's own encoding of a text, and how it reads."""
+def say(form: ChatFormat, text: str, end: str, *, after: Node | None = None, ended: bool = True) -> Any:
+    """The answer that is the tokenizer's own encoding of a text, to a question if not `after` more, and how
+    it reads.
+    """
     tokenizer: Any = form.template.tokenizer
     ids = tokenizer.encode(text + (end if ended else ""), add_special_tokens=False)
-    return form.read(node, complete(ids, np.random.default_rng(0), ended=ended))
+    completion = complete(ids, np.random.default_rng(0), ended=ended)
+    return form.read(after or form.begin([turn("user", "add")]), completion)
 
 
 # what follows an answer: a tool's result, or a user's turn; and the segments of a trajectory that goes on so
@@ -261,17 +264,15 @@ def test_a_segment_begins_where_the_template_rewrites_what_is_held(
     form = make_format(name, family_tokenizer(name))
     end = find_end(name, form.template.tokenizer)
     text = (THINKS[name] if thinks else "") + SAYS.get(name, "{text}").format(text="ok")
-    first, _ = say(form, form.begin([turn("user", "add")]), text, end)
-    second, _ = say(form, form.extend(first, [turn("user", "and?")]), text, end)
+    first, _ = say(form, text, end)
+    second, _ = say(form, text, end, after=form.extend(first, [turn("user", "and?")]))
     assert len(as_segments([first, second])) == after_user
     if reads := READS[name]:
         call = CALLS[reads].format(a=12, b=34)
-        called, read = say(
-            form, form.begin([turn("user", "add")]), call, "<|call|>" if name == "gptoss" else end
-        )
+        called, read = say(form, call, "<|call|>" if name == "gptoss" else end)
         assert read.message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 12, "b": 34}}
         result = turn("tool", "46", tool_call_id=read.message["tool_calls"][0]["id"], name="add")
-        last, _ = say(form, form.extend(called, [result]), text, end)
+        last, _ = say(form, text, end, after=form.extend(called, [result]))
         assert len(as_segments([called, last])) == after_tool
         extended = make_format(name, form.template.tokenizer, history="extend")
         again = extended.extend(first, [turn("user", "and?")])
@@ -279,14 +280,14 @@ def test_a_segment_begins_where_the_template_rewrites_what_is_held(
         assert again.tokens[: len(first.tokens)].tolist() == first.tokens.tolist()
 
 
-@pytest.mark.parametrize("name", ["chatml", "qwen2_5", "llama3_1", "gemma3", "deepseek_v3", "phi_4"])
+@cases("name: chatml qwen2_5 llama3_1 gemma3 deepseek_v3 phi_4")
 def test_what_is_appended_is_what_the_template_writes(name: str) -> None:
     tokenizer = family_tokenizer(name, merges=MERGES)
     form = make_format(name, tokenizer)
     end = find_end(name, tokenizer)
     messages, node = [turn("user", "add")], form.begin([turn("user", "add")])
     for text in ("12 bananas", "\n34", "x"):
-        answer, read = say(form, node, text.strip(), end)
+        answer, read = say(form, text.strip(), end, after=node)
         messages += [read.message, turn("user", " 5 apples ")]
         node = form.extend(answer, messages[-1:])
     whole = tokenizer.encode(
@@ -298,12 +299,12 @@ def test_what_is_appended_is_what_the_template_writes(name: str) -> None:
 def test_an_answer_that_a_limit_cut_gets_its_end_token_masked() -> None:
     tokenizer = family_tokenizer("qwen2_5")
     form = make_format("qwen2_5", tokenizer)
-    answer, read = say(form, form.begin([turn("user", "?")]), "so far", "", ended=False)
+    answer, read = say(form, "so far", "", ended=False)
     node = form.extend(answer, [turn("user", "go on")])
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert not read.complete
     assert node.token_ids[0] == end
-    last, _ = say(form, node, "ok", "<|im_end|>")
+    last, _ = say(form, "ok", "<|im_end|>", after=node)
     (segment,) = as_segments([answer, last])
     begin = len(answer.tokens)
     assert segment.tokens[begin] == end
@@ -317,8 +318,8 @@ def test_special_tokens_in_what_the_world_says_become_no_special_id(name: str, k
     form = make_format(name, tokenizer)
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     attack = "a" + "b".join(special) + "c"
-    answer, _ = say(form, form.begin([turn("user", f"add {attack}")]), "ok", tokenizer.eos_token)
-    plain, _ = say(form, form.begin([turn("user", "add it")]), "ok", tokenizer.eos_token)
+    answer, _ = say(form, "ok", tokenizer.eos_token, after=form.begin([turn("user", f"add {attack}")]))
+    plain, _ = say(form, "ok", tokenizer.eos_token)
     for role in ("tool", "user") if READS[name] else ("user",):
         fields = {"tool_call_id": "c00010000", "name": "add"} if role == "tool" else {}
         try:
@@ -346,7 +347,7 @@ BAD = {  # sampled text: what the reading says of it
 @pytest.mark.parametrize("text", BAD)
 def test_a_call_that_cannot_be_read_is_a_turn_of_text_that_says_why(text: str) -> None:
     form = make_format("qwen2_5", family_tokenizer("qwen2_5"))
-    answer, read = say(form, form.begin([turn("user", "?")]), text, "<|im_end|>")
+    answer, read = say(form, text, "<|im_end|>")
     assert BAD[text] in read.unreadable
     assert read.message == turn("assistant", text)
     assert answer.messages[-1]["content"] == text
@@ -355,38 +356,36 @@ def test_a_call_that_cannot_be_read_is_a_turn_of_text_that_says_why(text: str) -
 def test_a_call_inside_thinking_is_no_call() -> None:
     form = make_format("qwen3", family_tokenizer("qwen3"))
     text = "<think>" + CALLS["hermes"].format(a=1, b=2) + "</think>7"
-    _, read = say(form, form.begin([turn("user", "?")]), text, "<|im_end|>")
+    _, read = say(form, text, "<|im_end|>")
     assert "tool_calls" not in read.message
     assert read.message["content"] == "7"
 
 
 def test_two_calls_where_the_template_writes_one_cannot_be_read() -> None:
-    form = make_format("llama3_1", family_tokenizer("llama3_1"))
-    with_two = make_chat_format(
-        form.template.tokenizer,  # type: ignore[arg-type]
+    form = make_chat_format(
+        family_tokenizer("llama3_1"),
         tools=[TOOL],
         read_turn=lambda text: {"tool_calls": [{"function": {"name": "add", "arguments": {}}}] * 2},
     )
-    _, read = say(with_two, with_two.begin([turn("user", "?")]), "x", "<|eot_id|>")
+    _, read = say(form, "x", "<|eot_id|>")
     assert "refuses messages" in read.unreadable
 
 
 def test_a_template_without_a_place_for_tools_wants_them_described() -> None:
-    form = make_format("qwen2_5", family_tokenizer("qwen2_5"))
     plain = family_tokenizer("chatml")
     form = make_chat_format(plain, tools=[TOOL], read_turn=RESPONSE_TEMPLATES["hermes"])
     with pytest.raises(DataError, match="no message of the prompt names add"):
         form.begin([turn("user", "What is 1+2?")])
     node = form.begin([turn("system", "Call add."), turn("user", "What is 1+2?")])
     text = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    answer, read = say(form, node, text, "<|im_end|>")
+    answer, read = say(form, text, "<|im_end|>", after=node)
     assert read.message["tool_calls"][0]["function"]["name"] == "add"
     assert answer.messages[-1] == turn("assistant", text), "the history has it as text"
     node = form.extend(answer, [turn("tool", "3", tool_call_id="c1", name="add")])
     assert plain.decode(node.token_ids.tolist()) == "\n<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral_v3_tekken", "deepseek_v3"])
+@cases("name: qwen3 mistral_v3_tekken deepseek_v3")
 def test_a_trajectory_goes_on_from_what_was_held(name: str) -> None:
     """Held after each turn, as JSON, and with a cut answer: the same tokens, segments and next prompt."""
     tokenizer = family_tokenizer(name, merges=MERGES)

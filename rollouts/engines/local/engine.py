@@ -239,10 +239,9 @@ class LocalEngine:
         await trio.lowlevel.checkpoint()
         return EngineLoad(running=len(self._active), waiting=len(self._waiting) + len(self._listed))
 
-    async def checksum(self) -> str | None:
+    async def checksum(self) -> None:
         """None: the weights are this process's own, and the probe reads them directly."""
         await trio.lowlevel.checkpoint()
-        return None
 
     def statistics(self) -> Mapping[str, float]:
         """What is in flight now, how the model is run, and totals since the engine opened."""

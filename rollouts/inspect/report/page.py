@@ -76,14 +76,13 @@ def gather_samples(record: Record, limit_bytes: int, examples: Sequence[int]) ->
     chosen = [row["place"] for row in record.rows(CHOSEN, [list(examples), int(limit_bytes - for_tokens)])]
     rows = record.read_samples(chosen)
     updates = find_updates(record, rows)
-    tokenizer = find_tokenizer(record) if updates else None
+    tokenizer = find_tokenizer(record) if any(updates) else None
     texts: dict[int, str] = {}
     missing = 0
-    for place, row in zip(chosen, rows, strict=True):
-        found = updates.get((row["stage"], row["step"], row.get("id")), [])
+    for place, row, found in zip(chosen, rows, updates, strict=True):
         sample = {name: value for name, value in row.items() if name not in LEFT_OUT}
         if "messages" in row:
-            sample["turns"] = list_turns(row["messages"], row["trajectory"])
+            sample["turns"] = list_turns(row)
         update = found[-1] if found else {}
         sample |= {name: update[name] for name in ("advantage", "weight", "share") if name in update}
         if for_tokens > 0 and "shard" in update:
