@@ -39,7 +39,7 @@ from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from tempfile import NamedTemporaryFile
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import trio
@@ -77,7 +77,7 @@ OUR_CALL = re.compile(r"c\d{8}")  # ids that ChatFormat gives
 ONLY = json.loads("""{
     "frequency_penalty": 0, "logit_bias": {}, "modalities": ["text"],
     "parallel_tool_calls": true, "presence_penalty": 0, "response_format": {"type": "text"},
-    "tool_choice": "auto", "top_logprobs": 0, "top_p": 1, "metadata": null, "prompt_cache_key": null,
+    "top_logprobs": 0, "top_p": 1, "metadata": null, "prompt_cache_key": null,
     "prompt_cache_retention": null, "safety_identifier": null, "service_tier": null, "store": null,
     "user": null
 }""")
@@ -104,6 +104,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     model: str  # any name: there is one model
     messages: list[Any]
     tools: list[Fields] = []
+    tool_choice: Literal["auto", "none"] = "auto"  # none: what the model says is text
     n: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
     stop: StopText | list[StopText] = []
     seed: int | None = None
@@ -223,6 +224,8 @@ class OpenTrajectory:
     async def answer(self, asked: Asked) -> None:
         request, episode, usual = asked.request, self.episode, self.episode.sampling
         form = self.make_format([Tool._make(("", schema, None)) for schema in request.tools])
+        if request.tool_choice == "none":
+            form = replace(form, read_turn=None)
         keys = [*itertools.accumulate(request.messages, extend_key, initial=json.dumps(form.tools))]
         prompt = self.join(form, request.messages, keys)
         stops = [request.stop] if isinstance(request.stop, str) else request.stop

@@ -196,6 +196,19 @@ async def test_calls_of_a_turn_are_told_apart_and_known_again(autojump_clock):
         assert len(at.check_samples()) == 1
 
 
+async def test_a_call_is_text_where_the_client_wants_none(autojump_clock):
+    async with open_endpoint(ADD, "ok") as at:
+        answer = await at.ask(tools=[TOOL], tool_choice="none")
+        (choice,) = answer.choices
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (
+            ADD,
+            None,
+            "stop",
+        )
+        await at.go_on(answer, tools=[TOOL])
+        assert len(at.check_samples()) == 1
+
+
 async def test_n_answers_and_branches_share_what_came_before(autojump_clock):
     async with open_endpoint("a", "b", "c") as at:
         answer = await at.ask(n=3)
