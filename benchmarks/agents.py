@@ -34,7 +34,7 @@ from benchmarks.harness import finish, make_parser
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.device_thread import open_device_thread
-from rollouts.engines.local import open_local_engine
+from rollouts.engines.local import LocalEngine, open_local_engine
 from rollouts.environments.episode import make_agent_generate, make_formats
 from rollouts.environments.protocol import Tool
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
@@ -124,32 +124,36 @@ def measure_busy(ratio: float, batches: int, staleness: int) -> float:
 
 async def measure_prefill() -> tuple[list[float], list[float]]:
     """Tokens that each turn of a trajectory computed before its first new token, and seconds of all turns."""
-    rng, counts, seconds = np.random.default_rng(0), list[float](), list[float]()
+    model_dir = resolve_model("bundled:smollm2-135m-instruct")
     async with open_device_thread(name="benchmark") as thread:
-        model: Any = await thread.submit(
-            partial(load_hf_model, resolve_model("bundled:smollm2-135m-instruct"))
-        )
+        model: Any = await thread.submit(partial(load_hf_model, model_dir))
         async with open_local_engine(model, device_thread=thread, mode="given", max_rows=8) as engine:
-            prompts = [rng.integers(100, 40_000, 120) for _ in range(TRAJECTORIES)]
+            return await _take_turns(engine)
+    raise AssertionError("the block returns")
 
-            async def take_turn(index: int, turn: int) -> None:
-                request = GenerateRequest(
-                    request_id=f"{index}#{turn}",
-                    prompt_ids=prompts[index],
-                    sampling=SamplingParams(max_new_tokens=SAMPLED, seed=turn),
-                    trajectory=str(index),
-                )
-                answer = await engine.generate(request)
-                new = rng.integers(100, 40_000, ANSWERED)
-                prompts[index] = np.concatenate([prompts[index], answer.token_ids, new])
 
-            for turn in range(TURNS):
-                before, began = engine.statistics()["prefill_tokens"], time.perf_counter()
-                async with trio.open_nursery() as nursery:
-                    for index in range(TRAJECTORIES):
-                        nursery.start_soon(take_turn, index, turn)
-                seconds.append(time.perf_counter() - began)
-                counts.append((engine.statistics()["prefill_tokens"] - before) / TRAJECTORIES)
+async def _take_turns(engine: LocalEngine) -> tuple[list[float], list[float]]:
+    rng, counts, seconds = np.random.default_rng(0), list[float](), list[float]()
+    prompts = [rng.integers(100, 40_000, 120) for _ in range(TRAJECTORIES)]
+
+    async def take_turn(index: int, turn: int) -> None:
+        request = GenerateRequest(
+            request_id=f"{index}#{turn}",
+            prompt_ids=prompts[index],
+            sampling=SamplingParams(max_new_tokens=SAMPLED, seed=turn),
+            trajectory=str(index),
+        )
+        answer = await engine.generate(request)
+        new = rng.integers(100, 40_000, ANSWERED)
+        prompts[index] = np.concatenate([prompts[index], answer.token_ids, new])
+
+    for turn in range(TURNS):
+        before, began = engine.statistics()["prefill_tokens"], time.perf_counter()
+        async with trio.open_nursery() as nursery:
+            for index in range(TRAJECTORIES):
+                nursery.start_soon(take_turn, index, turn)
+        seconds.append(time.perf_counter() - began)
+        counts.append((engine.statistics()["prefill_tokens"] - before) / TRAJECTORIES)
     return counts, seconds
 
 

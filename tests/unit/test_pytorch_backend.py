@@ -21,7 +21,7 @@ from rollouts.loops.updates import work_metrics
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.inputs import reduce_loss
 from rollouts.testing import torch_contracts as contract
-from rollouts.testing.torch_contracts import SFT, make_batch
+from rollouts.testing.torch_contracts import SFT, assert_weights_equal, make_batch
 from rollouts.types import LossSpec, Mean, OptimParams
 from tests.support import backend_checks, plain_backend
 from tests.support.plain_backend import assert_gradients_close, take_gradients
@@ -151,6 +151,7 @@ async def test_a_tied_weight_may_be_loaded_under_both_names():
     async with open_backend() as backend:
         weights = await backend.get_weights()
         await backend.load_weights(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+        assert_weights_equal(await backend.get_weights(), weights)
 
 
 async def test_a_checkpoint_is_a_hugging_face_directory_and_safetensors(tmp_path: Path):
