@@ -33,6 +33,7 @@ from rollouts.models.export import (
     write_description,
 )
 from rollouts.models.host_memory import read_free_memory
+from rollouts.models.lora import Adapter, list_trained
 from rollouts.models.sharded import get_local
 from rollouts.ranks.channel import RankChannel
 from rollouts.ranks.meet import Ranks, decode_error, run_agreed
@@ -47,7 +48,7 @@ MEMORY_MARGIN = 1.25  # times the needed memory must be free before it is copied
 
 
 def save_together(
-    model: PreTrainedModel,
+    trained: PreTrainedModel | Adapter,
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
     path: Path,
@@ -64,13 +65,13 @@ def save_together(
     def describe() -> None:
         if ranks.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
-            write_description(model, path, tokenizer)
+            write_description(trained, path, tokenizer)
 
     run_agreed(ranks, describe)
 
     def begin() -> tuple[Deal, ShardWriter]:
         check_seen(path, ranks.rank)
-        deal = deal_weights(model, ranks.rank, ranks.world_size)
+        deal = deal_weights(trained, ranks.rank, ranks.world_size)
         return deal, open_part(path, deal.names, ranks.rank)
 
     deal, writer = run_agreed(ranks, begin).value
@@ -81,7 +82,7 @@ def save_together(
 
     counts = run_agreed(ranks, write, lambda _: [float(len(writer.shards))], count=1).numbers[:, 0]
     run_agreed(ranks, lambda: name_parts(path, counts.astype(int).tolist()) if ranks.rank == 0 else None)
-    run_agreed(ranks, lambda: hold_state(model, optimizer, position, ranks, copied=False).write(path))
+    run_agreed(ranks, lambda: hold_state(trained, optimizer, position, ranks, copied=False).write(path))
 
 
 def check_seen(path: Path, rank: int) -> None:
@@ -104,7 +105,8 @@ class HeldPart(NamedTuple):
     state: HeldState
     weights: Sequence[Bucket]  # whole tensors, in the buckets in which they came
     names: FileNames
-    model: PreTrainedModel  # of which config and conversions are read, which training leaves alone
+    # of which config and conversions are read, which training leaves alone
+    trained: PreTrainedModel | Adapter
     tokenizer: PreTrainedTokenizerBase | None  # on rank 0
 
     def write(self, path: Path) -> int:
@@ -115,7 +117,7 @@ class HeldPart(NamedTuple):
         rank = self.state.rank
         check_seen(path, rank)
         if rank == 0:
-            write_description(self.model, path, self.tokenizer)
+            write_description(self.trained, path, self.tokenizer)
         writer = open_part(path, self.names, rank)
         for bucket in self.weights:
             writer.take(bucket)
@@ -125,7 +127,7 @@ class HeldPart(NamedTuple):
 
 
 def hold_together(
-    model: PreTrainedModel,
+    trained: PreTrainedModel | Adapter,
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
     position: Position,
@@ -138,8 +140,8 @@ def hold_together(
     free = read_free_memory()  # None: this machine does not tell
     deal, room = run_agreed(
         ranks,
-        lambda: deal_weights(model, ranks.rank, ranks.world_size),
-        lambda deal: [free is None or free >= margin * compute_held_bytes(model, ranks, deal)],
+        lambda: deal_weights(trained, ranks.rank, ranks.world_size),
+        lambda deal: [free is None or free >= margin * compute_held_bytes(trained, ranks, deal)],
         count=1,
     )
     if not room.all():
@@ -152,21 +154,22 @@ def hold_together(
     def hold() -> HeldState | None:
         try:
             gather_parts(ranks, deal.parameters, keep)
-            return hold_state(model, optimizer, position, ranks, copied=True)
+            return hold_state(trained, optimizer, position, ranks, copied=True)
         except (MemoryError, RuntimeError):  # torch's allocators raise the latter
             return None
 
     state, lacking = run_agreed(ranks, hold, lambda state: [float(state is None)], count=1)
     if state is None or lacking.any():
         return None
-    return HeldPart(state, buckets, deal.names, model, tokenizer)
+    return HeldPart(state, buckets, deal.names, trained, tokenizer)
 
 
-def compute_held_bytes(model: PreTrainedModel, ranks: Ranks, deal: Deal) -> int:
+def compute_held_bytes(trained: PreTrainedModel | Adapter, ranks: Ranks, deal: Deal) -> int:
     """What this rank copies: its part of the weights, and its rows of two moments where no other replica has
     them.
     """
-    moments = 2 * sum(get_local(weight).nbytes for weight in model.parameters()) if ranks.first_replica else 0
+    parameters = list_trained(trained).values()
+    moments = 2 * sum(get_local(weight).nbytes for weight in parameters) if ranks.first_replica else 0
     return deal.nbytes + moments
 
 

@@ -46,6 +46,7 @@ async def open_fsdp_backend(
     channel: RankChannel,
     ranks: Ranks,
     device_thread: DeviceThread | None = None,
+    beside: FSDPTrainingBackend | None = None,
     **settings: Unpack[OpenSettings],
 ) -> AsyncIterator[FSDPTrainingBackend]:
     """A backend whose model, gradients and optimizer are spread over `ranks`; on rank 0, while the others are
@@ -54,7 +55,7 @@ async def open_fsdp_backend(
     Settings as of open_pytorch_backend; micro_batch_tokens: of one rank. cpu_offload: weights, gradients and
     moments wait in host memory, where AdamW runs; GPUs hold what a micro-batch needs.
     reduce_each_micro_batch: see Trainer. device_thread: that of a backend which is open on these ranks and
-    stays open for longer; a second one then trains beside it, a critic beside a policy, and no third. Raises
+    stays open for longer; another then trains beside it, as a critic beside a policy. Raises
     ModelError, and ConfigError for settings that do not go together.
     """
     assert ranks.rank == 0, f"rank {ranks.rank} takes commands: use serve_backends"
@@ -63,7 +64,7 @@ async def open_fsdp_backend(
             "distributed.cpu_offload=true, but the ranks train on CPUs: all they have is in host memory;"
             " leave it out, or set model.device='cuda'"
         )
-    async with open_trainer_thread(model_path, channel, ranks, device_thread, settings) as opened:
+    async with open_trainer_thread(model_path, channel, ranks, device_thread, beside, settings) as opened:
         trainer, thread, number, own = opened
         yield FSDPTrainingBackend(trainer, channel, thread, number=number, **own)
 
@@ -188,7 +189,15 @@ def follow(
         if name == "open_backend":
             assert number not in trainers, f"backend {number} is open already"
             path, optim = find_path(command["model_path"]), OptimConfig.model_validate(command["optim"])
-            trainers[number] = open_trainer(path, optim, command["options"], ranks, thread.check_open)
+            options, beside = command["options"], command["beside"]
+            trainers[number] = open_trainer(
+                path,
+                optim,
+                options,
+                ranks,
+                thread.check_open,
+                beside=None if beside is None else trainers[beside],
+            )
             return None
         assert trainer is not None, f"{name} of a backend that did not open"
         return getattr(trainer, name)(None, **command["fields"])

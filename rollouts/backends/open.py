@@ -4,20 +4,22 @@ one call.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, cast
 
 import torch
 import trio
 from torch import Tensor
 
 from rollouts.backends.compiled import compile_and_prove
-from rollouts.backends.pytorch import BackendSettings, PyTorchTrainingBackend
+from rollouts.backends.pytorch import BackendSettings, PyTorchTrainingBackend, RankedTrainingBackend
 from rollouts.backends.trainer import (
     COMPILE_MEET_S,
     Trainer,
@@ -26,14 +28,16 @@ from rollouts.backends.trainer import (
     run_unsharded,
     shard_model,
 )
-from rollouts.config.tables import OptimConfig
+from rollouts.config.tables import LoraConfig, OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import ConfigError, ModelError
 from rollouts.models.devices import use_device
-from rollouts.models.directories import ModelHead, compute_model_digests
+from rollouts.models.directories import ModelHead, compute_model_digests, has_own_scalar_head
 from rollouts.models.forward_plan import log_plan
 from rollouts.models.host_memory import read_text
 from rollouts.models.layers import checkpoint_layers
+from rollouts.models.lora import Adapter, make_adapter, prepare_places
+from rollouts.models.lora_files import load_adapter
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.scalar_head import set_padding_token
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
@@ -46,12 +50,20 @@ from rollouts.ranks.meet import (
     meet_all,
     run_agreed,
 )
+from rollouts.reference.quantize import Bits, quantize_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Autocast = Literal["off", "bfloat16", "auto"]
 OPENING = "opening the model"
+BITS: Mapping[str, Bits | None] = {
+    "float32": None,
+    "bfloat16": 16,
+    "8bit": 8,
+    "4bit": 4,
+}  # of a frozen model's matrices, by lora.base
+NUMBERS = itertools.count(1)  # of backends that are opened beside the first
 
 
 class TrainerOptions(TypedDict, total=False):
@@ -69,6 +81,7 @@ class TrainerOptions(TypedDict, total=False):
     seed: int | None  # 0; of torch's own generators, one for each rank; None: they are left alone
     dtype: Literal["float32", "float64"]  # "float32"; of the master weights; float64 shows what is rounding
     head: ModelHead  # "tokens"
+    lora: Mapping[str, Any] | None  # of a LoraConfig: an adapter trains, and the model does not
 
 
 class OpenSettings(BackendSettings, TrainerOptions, total=False):
@@ -93,11 +106,14 @@ async def open_trainer_thread(
     channel: RankChannel,
     ranks: Ranks,
     device_thread: DeviceThread | None,
+    beside: RankedTrainingBackend | None,
     settings: OpenSettings,
 ) -> AsyncIterator[OpenTrainer]:
-    """Rank 0's trainer on a device thread of its own, or on another backend's, which stays open for longer.
-    The other ranks open theirs. Raises ModelError, and ConfigError for settings that do not go together.
+    """Rank 0's trainer on a device thread of its own, or on another backend's, which stays open for longer;
+    `beside` one, with its model. The other ranks open theirs. Raises ModelError, and ConfigError for settings
+    that do not go together.
     """
+    device_thread = beside.device_thread if beside else device_thread
     names = BackendSettings.__annotations__
     own: Any = {name: value for name, value in settings.items() if name in names}
     options: Any = {name: value for name, value in settings.items() if name not in names}
@@ -111,7 +127,7 @@ async def open_trainer_thread(
             "skip_zero_advantage=True with head='scalar': a critic learns from rows without an advantage too;"
             " leave it out"
         )
-    number = 0 if device_thread is None else 1
+    number = 0 if device_thread is None else next(NUMBERS)
 
     def open_part() -> Trainer:
         channel.phase = OPENING
@@ -122,10 +138,18 @@ async def open_trainer_thread(
                 "model_path": str(model_path),
                 "optim": own["optim"].model_dump(),
                 "options": options,
+                "beside": beside and beside.number,
             }
         )
         try:
-            return open_trainer(model_path, own["optim"], options, ranks, thread.check_open)
+            return open_trainer(
+                model_path,
+                own["optim"],
+                options,
+                ranks,
+                thread.check_open,
+                beside=beside and beside.trainer,
+            )
         except AgreedFailure as failure:
             error = failure.error
         raise error
@@ -139,7 +163,7 @@ async def open_trainer_thread(
             with trio.CancelScope(shield=True):  # else the others would open a backend that nobody has
                 await opening
             trainer = await opening
-            if scalar:
+            if scalar and trainer.adapter is None:
                 set_padding_token(trainer.model, own.get("tokenizer"))
             yield OpenTrainer(trainer, thread, number, own)
     finally:
@@ -152,6 +176,7 @@ async def open_pytorch_backend(
     *,
     device: str = "cpu",
     device_thread: DeviceThread | None = None,
+    beside: PyTorchTrainingBackend | None = None,
     **settings: Unpack[OpenSettings],
 ) -> AsyncIterator[PyTorchTrainingBackend]:
     """A backend with float32 master weights from `model_path` and a fresh AdamW.
@@ -166,11 +191,13 @@ async def open_pytorch_backend(
     log-probs and gradients are the same to rounding. seed: of torch's own generator, from which only a user's
     loss may draw: the model is in evaluation mode, so dropout is off. head: "scalar" makes a critic or a
     reward model of it, with one number for each position; of a causal model's directory the head is new, and
-    0. Which layout of a batch is exact for the model is found out here, with a few tokens. Raises ModelError
-    if the directory cannot be trained, ConfigError for settings that do not go together.
+    0. lora: an adapter of the model trains, from lora.init_from if that is set (see rollouts.models.lora).
+    beside: another adapter's backend, whose model this one shares; adapters are opened and closed while
+    others train. Which layout of a batch is exact for the model is found out here, with a few tokens. Raises
+    ModelError if the directory cannot be trained, ConfigError for settings that do not go together.
     """
     async with open_trainer_thread(
-        model_path, NoOtherRanks(), Ranks(0, 1, 1, torch.device(device)), device_thread, settings
+        model_path, NoOtherRanks(), Ranks(0, 1, 1, torch.device(device)), device_thread, beside, settings
     ) as opened:
         trainer, thread, _, own = opened
         yield PyTorchTrainingBackend(
@@ -179,6 +206,8 @@ async def open_pytorch_backend(
             thread,
             plan=trainer.find_plan(),
             autocast_dtype=trainer.autocast_dtype,
+            adapter=trainer.adapter,
+            start=trainer.start,
             **own,
         )
 
@@ -192,10 +221,15 @@ def open_trainer(
     options: TrainerOptions,
     ranks: Ranks,
     check_open: Callable[[], None],
+    *,
+    beside: Trainer | None = None,
 ) -> Trainer:
     """This rank's part of a backend; of several ranks no one holds the whole model. Collective, on the device
-    thread. Raises AgreedFailure.
+    thread. beside: whose model an adapter is of. Raises AgreedFailure.
     """
+    if beside is not None:
+        assert beside.adapter is not None, "only adapters share a model"
+        return train_adapter(beside, optim, options)
     threads, seed = options.get("threads", 0), options.get("seed", 0)
     if threads is not None:
         cores = len(os.sched_getaffinity(0)) // ranks.local_world_size
@@ -213,13 +247,15 @@ def open_trainer(
         log_plan(model, plan)
     trainer = Trainer(
         model,
-        create_adamw_optimizer(model, optim),
+        cast(Any, None) if options.get("lora") else create_adamw_optimizer(model, optim),
         ranks,
         plan,
         check_open=check_open,
         autocast_dtype=choose_autocast_dtype(options.get("autocast", "auto"), str(ranks.device)),
         reduce_each=bool(options.get("reduce_each_micro_batch") or options.get("cpu_offload")),
     )
+    if options.get("lora"):
+        trainer = train_adapter(trainer, optim, options)
     if backend := options.get("compile_backend"):
         compile_together(trainer, backend)
     if seed is not None:  # loading draws, more or less of it, from one transformers to the next
@@ -227,17 +263,61 @@ def open_trainer(
     return trainer
 
 
+def train_adapter(trainer: Trainer, optim: OptimConfig, options: TrainerOptions) -> Trainer:
+    """One that trains a new adapter of the trainer's model. Collective. Raises AgreedFailure."""
+    config, model = LoraConfig.model_validate(options.get("lora")), trainer.model
+    make = partial(
+        make_adapter,
+        model,
+        config,
+        seed=options.get("seed") or 0,
+        scalar=options.get("head") == "scalar",
+    )
+
+    def open_adapter() -> tuple[Adapter, Adapter | None]:
+        if not config.init_from:
+            return make(), None
+        both = make(), make()
+        for adapter in both:
+            load_adapter(adapter, Path(config.init_from))
+        return both
+
+    adapter, start = run_agreed(trainer.ranks, open_adapter).value
+    plan = trainer.plan and (trainer.plan if adapter.head is None else trainer.plan._replace(head="scalar"))
+    return Trainer(
+        model,
+        create_adamw_optimizer(adapter, optim),
+        trainer.ranks,
+        plan,
+        trainer.check_open,
+        trainer.autocast_dtype,
+        trainer.reduce_each,
+        adapter=adapter,
+        start=start,
+    )
+
+
 def load_model(path: Path, options: TrainerOptions, ranks: Ranks) -> PreTrainedModel:
-    """The whole model, or this rank's shards of it."""
+    """The whole model, or this rank's shards of it; one that adapters train is frozen."""
     dtype, offload = getattr(torch, options.get("dtype", "float32")), options.get("cpu_offload", False)
-    model = make_meta_model(path, dtype=dtype, head=options.get("head", "tokens"))
+    head, lora = options.get("head", "tokens"), options.get("lora")
+    if lora and head == "scalar" and not has_own_scalar_head(path):
+        head = "tokens"  # the adapter brings one
+    model = make_meta_model(path, dtype=dtype, head=head)
+    bits = BITS[lora["base"]] if lora else None
+    if lora:
+        prepare_places(model.requires_grad_(False), path)
+    if bits:  # whole, in this rank's host memory, before it is divided
+        load_sharded_weights(model, path, new_head=True)
+        quantize_model(model, bits)
     if options.get("gradient_checkpointing"):
         checkpoint_layers(model)
     if ranks.mesh is not None:
         shard_model(model, ranks, cpu_offload=offload)
-    load_sharded_weights(
-        model, path, device="cpu" if offload else ranks.device, buffer_device=ranks.device, new_head=True
-    )
+    device = "cpu" if offload else ranks.device
+    if bits:
+        return cast(Any, model).to(device)
+    load_sharded_weights(model, path, device=device, buffer_device=ranks.device, new_head=True)
     return model
 
 

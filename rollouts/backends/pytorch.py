@@ -35,6 +35,7 @@ from rollouts.device_thread import DeviceFuture, DeviceThread
 from rollouts.errors import BackendError, EarlierStepFailed
 from rollouts.models.export import Bucket
 from rollouts.models.log_probs import ForwardPlan
+from rollouts.models.lora import Adapter, list_trained
 from rollouts.protocols import WeightSink
 from rollouts.ranks.channel import NoOtherRanks, RankChannel
 from rollouts.ranks.meet import AgreedFailure, Ranks
@@ -121,12 +122,13 @@ class RankedTrainingBackend:
         number: int = 0,
     ) -> None:
         self.model = trainer.model
+        self.trained = trainer.trained  # the model, or an adapter of it
         self.ranks = trainer.ranks
         self.autocast_dtype = trainer.autocast_dtype  # that the trainer multiplies in; None: float32
         self.device_thread = device_thread
-        self._trainer = trainer
+        self.trainer = trainer
         self._channel = channel
-        self._number = number
+        self.number = number  # of the backend on its ranks
         self._packing = PackingOptions(
             micro_batch_tokens=micro_batch_tokens,
             micro_batch_cost=MICRO_BATCH_COST if self.ranks.device.type == "cpu" else micro_batch_tokens,
@@ -205,17 +207,17 @@ class RankedTrainingBackend:
             raise BackendError(
                 f"the ranks are out of step since {failed!r}; start them all again"
             ) from failed
-        phase = f"{name} of step {self._steps.steps + 1}{' of the critic' if self._number else ''}"
-        self._channel.send({"name": name, "phase": phase, "backend": self._number, "fields": fields})
+        phase = f"{name} of step {self._steps.steps + 1}{' of the critic' if self.number else ''}"
+        self._channel.send({"name": name, "phase": phase, "backend": self.number, "fields": fields})
         self._channel.phase = phase
         try:
-            return getattr(self._trainer, name)(local, **fields)
+            return getattr(self.trainer, name)(local, **fields)
         except AgreedFailure as failure:
-            self._trainer.discard()
+            self.trainer.discard()
             error = failure.error
         except BaseException as raised:
             if self.ranks.world_size == 1:
-                self._trainer.discard()
+                self.trainer.discard()
             else:  # the others are, or soon will be, in a collective that this rank never comes to
                 self.device_thread.out_of_step = raised
             raise
@@ -223,12 +225,14 @@ class RankedTrainingBackend:
 
     # --- training
 
-    def _run_shares(self, name: str, batch: RolloutBatch, spec: LossSpec | None) -> tuple[Any, PreparedBatch]:
+    def _run_shares(
+        self, name: str, batch: RolloutBatch, spec: LossSpec | None, **fields: Any
+    ) -> tuple[Any, PreparedBatch]:
         """The command's result on all ranks, and the prepared batch."""
         prepared = prepare_batch(
             batch,
             spec,
-            self._trainer.find_plan(),
+            self.trainer.find_plan(),
             self._packing,
             vocab_size=self.vocab_size,
             ranks=self.ranks.world_size,
@@ -238,7 +242,7 @@ class RankedTrainingBackend:
             Share(tuple(mine), batch.temperature, spec, prepared.denominator, prepared.expected_count)
             for mine in portions
         ]
-        result = self._together(name, shares)
+        result = self._together(name, shares, **fields)
         counts[f"batches_as_{prepared.layout}"] += 1
         if spec is not None:
             computed = (portion.micro_batch.computed_tokens for mine in portions for portion in mine)
@@ -305,14 +309,21 @@ class RankedTrainingBackend:
         return next(self._forward(batch))
 
     @queued
+    def forward_start(self, batch: RolloutBatch) -> FloatRows:
+        """What `forward` gave before an adapter's first step: of its model with the adapter switched off, or
+        with the one that training started from.
+        """
+        return next(self._forward(batch, start=True))
+
+    @queued
     def forward_with_entropy(self, batch: RolloutBatch) -> list[FloatRows]:
         """What `forward` gives, then the entropies of the distributions that the same tokens are of: [T_i]
         per row, nats, 0.0 where nothing trains. For models with a head of tokens.
         """
         return list(self._forward(batch))
 
-    def _forward(self, batch: RolloutBatch) -> Iterator[FloatRows]:
-        blocks, prepared = self._run_shares("forward", batch, None)
+    def _forward(self, batch: RolloutBatch, **fields: Any) -> Iterator[FloatRows]:
+        blocks, prepared = self._run_shares("forward", batch, None, **fields)
         parts: list[MicroBatch] = []
         values: list[FloatArray] = []
         for mine, block in zip(prepared.portions, blocks, strict=True):
@@ -325,8 +336,8 @@ class RankedTrainingBackend:
 
     @queued
     def stream_weights(self, sink: WeightSink) -> None:
-        """Hands every parameter, whole, to `sink` in buckets (a parameter that is larger alone). Tied weights
-        come once.
+        """Hands every parameter that training is about, whole, to `sink` in buckets (a parameter that is
+        larger alone). Tied weights come once.
         """
         self._together("stream_weights", sink)
 
@@ -365,14 +376,14 @@ class RankedTrainingBackend:
         The result writes it to a directory that all ranks see, once, while steps run; where nothing is
         written, drop() it.
         """
-        name, position = f"{self._number}-{next(self._captures)}", self._steps.position(self._version)
+        name, position = f"{self.number}-{next(self._captures)}", self._steps.position(self._version)
         self._tokenizer_copy = self._tokenizer_copy or copy.deepcopy(self._tokenizer)
         held = self._together("capture", (position, self._tokenizer_copy), name=name)
         return None if held is None else HeldCheckpoint(self._channel, name, held)
 
     def state_bytes(self) -> int:
         """Size of what save() writes, on all ranks together: parameters and AdamW's two moments."""
-        return 3 * sum(parameter.nbytes for parameter in self.model.parameters())
+        return 3 * sum(parameter.nbytes for parameter in list_trained(self.trained).values())
 
     @queued
     def load(self, path: Path) -> None:
@@ -402,8 +413,18 @@ class PyTorchTrainingBackend(RankedTrainingBackend):
         *,
         plan: ForwardPlan | None = None,
         autocast_dtype: torch.dtype | None = None,
+        adapter: Adapter | None = None,
+        start: Adapter | None = None,
         **settings: Unpack[BackendSettings],
     ) -> None:
-        ranks, check_open = Ranks(0, 1, 1, model.device), device_thread.check_open
-        trainer = Trainer(model, optimizer, ranks, plan, check_open=check_open, autocast_dtype=autocast_dtype)
+        trainer = Trainer(
+            model,
+            optimizer,
+            Ranks(0, 1, 1, model.device),
+            plan,
+            check_open=device_thread.check_open,
+            autocast_dtype=autocast_dtype,
+            adapter=adapter,
+            start=start,
+        )
         super().__init__(trainer, NoOtherRanks(), device_thread, **settings)

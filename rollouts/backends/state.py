@@ -29,8 +29,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rollouts.errors import BackendError, CheckpointError
 from rollouts.models.export import Bucket
+from rollouts.models.lora import Adapter, list_trained
 from rollouts.models.safetensors_file import write_safetensors
-from rollouts.models.sharded import compute_local_slices, get_local, reshard
+from rollouts.models.sharded import compute_local_slices, get_local
 from rollouts.ranks.meet import Ranks
 from rollouts.run_dir import checkpoint_state_dir, fsync_path
 from rollouts.weight_sync.flat_buckets import split_buckets
@@ -47,14 +48,15 @@ BUCKET_BYTES = 256 * 2**20
 RANK_BUCKET_BYTES = 8 * 2**20
 
 
-def check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+def check_weights(trained: PreTrainedModel | Adapter, weights: Mapping[str, Tensor]) -> None:
     """Raises BackendError naming the weights that are missing, unknown or of another shape. A tied weight may
     come under each of its names.
     """
-    parameters = dict(model.named_parameters())
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parameters, known = list_trained(trained), set[str]()
+    if not isinstance(trained, Adapter):
+        known = {name for name, _ in trained.named_parameters(remove_duplicate=False)}
     wrong = [f"{name} is missing" for name in parameters if name not in weights]
-    wrong += [f"{name} is not the model's" for name in weights if name not in known]
+    wrong += [f"{name} is not the model's" for name in weights if name not in {*known, *parameters}]
     wrong += [
         f"{name} has the shape {tuple(weights[name].shape)}, not {tuple(parameter.shape)}"
         for name, parameter in parameters.items()
@@ -78,8 +80,8 @@ def gather_bucket(ranks: Ranks, bucket: Bucket, *, to: int = 0) -> Bucket | None
 
     Every shard is padded to the first one's rows. Ranks of another replica than that of `to` give nothing.
     """
-    if ranks.mesh is None:
-        return [(name, parameter.detach()) for name, parameter in bucket]
+    if ranks.mesh is None or not isinstance(bucket[0][1], DTensor):  # every rank has all of it
+        return [(name, parameter.detach()) for name, parameter in bucket] if ranks.rank == to else None
     if ranks.rank // ranks.num_shards != to // ranks.num_shards:
         return None
     pieces = [_pad_shard(parameter, ranks.num_shards) for _, parameter in bucket]
@@ -192,7 +194,7 @@ class HeldState(NamedTuple):
 
 
 def hold_state(
-    model: PreTrainedModel,
+    trained: PreTrainedModel | Adapter,
     optimizer: torch.optim.Optimizer,
     position: Position,
     ranks: Ranks,
@@ -202,13 +204,13 @@ def hold_state(
     """This rank's state as it is now. On the device thread; no communication. copied: in host memory of its
     own; else the tensors are the trainer's, to be written before anything trains.
 
-    Only the ranks of the first replica keep moments.
+    Only the ranks of the first replica keep moments, and of what every rank has all of only rank 0.
     """
-    reshard(model)
     tensors = copy_random_states(ranks.device)
-    for name, parameter in model.named_parameters():
+    keeps = ranks.rank == 0 if isinstance(trained, Adapter) else ranks.first_replica
+    for name, parameter in list_trained(trained).items():
         for kind, value in optimizer.state.get(parameter, {}).items():
-            if kind == STEP or ranks.first_replica:
+            if kind == STEP or keeps:
                 local = get_local(value)
                 tensors[f"{kind}/{name}"] = local.to("cpu", copy=True).contiguous() if copied else local
     return HeldState(tensors, ranks.rank, ranks.world_size, position)
@@ -231,17 +233,16 @@ class LoadedState(NamedTuple):
         set_random_states(self.random_states, device)
 
 
-def read_state(checkpoint: Path, model: PreTrainedModel, ranks: Ranks) -> LoadedState:
+def read_state(checkpoint: Path, trained: PreTrainedModel | Adapter, ranks: Ranks) -> LoadedState:
     """This rank's part of what any number of ranks saved. No communication.
 
     Raises CheckpointError naming file and field, on every rank the same but where a disk fails.
     """
-    reshard(model)
     folder = checkpoint_state_dir(checkpoint)
     files = open_optimizer_files(folder)
     position = read_position(folder / BACKEND_FILE)
     random_states = read_random_states(files, ranks.rank, ranks.device)
-    parameters = dict(model.named_parameters())
+    parameters = list_trained(trained)
     keys = {key for file in files for key in file.shapes if not key.startswith("rng/")}
     states: dict[Tensor, dict[str, Tensor]] = {}
     for name in sorted({key.partition("/")[2] for key in keys}):

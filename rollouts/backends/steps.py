@@ -8,6 +8,7 @@ compute_loss     from log-probs (of a scalar head: values) of a micro-batch to t
 
 import traceback
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -304,11 +305,11 @@ class OptimizerSteps:
         self.discard_pending()
 
 
-def collect_gradients(model: torch.nn.Module) -> list[Tensor]:
+def collect_gradients(trained: Mapping[str, Tensor]) -> list[Tensor]:
     """Every gradient; zeros where no row ran at all, for AdamW moves a parameter with a zero gradient and
     passes over one without.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in trained.values() if parameter.requires_grad]
     if all(parameter.grad is None for parameter in parameters):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)

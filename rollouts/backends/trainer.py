@@ -56,6 +56,8 @@ from rollouts.losses import LossFn, resolve_loss, wants_entropy_gradient
 from rollouts.models.forward_plan import log_plan, plan_forward
 from rollouts.models.layers import find_layers
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
+from rollouts.models.lora import Adapter, list_trained, route_all, use_adapters
+from rollouts.models.lora_files import load_adapter
 from rollouts.models.sharded import get_local, load_sharded_weights, reshard
 from rollouts.protocols import WeightSink
 from rollouts.ranks.meet import (
@@ -63,6 +65,7 @@ from rollouts.ranks.meet import (
     Ranks,
     all_gather_bytes,
     all_gather_floats,
+    all_reduce,
     meet_all,
     run_agreed,
     scatter_bytes,
@@ -189,6 +192,10 @@ class Trainer:
     # sum gradients over the ranks after every micro-batch instead of once per batch, which costs
     # communication and saves memory
     reduce_each: bool = False
+    # what trains beside the model, which does not then: each rank has all of it
+    adapter: Adapter | None = None
+    # the adapter that training started from, as it was; None: none, or it was new
+    start: Adapter | None = None
     # torch's as of the last completed step, so that a step that is given up and repeated draws the same
     # numbers; empty: no step began yet
     _random_states: Mapping[str, Tensor] = field(default_factory=dict)
@@ -197,6 +204,11 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.model.eval()  # dropout would make its log-probs another policy's
+
+    @property
+    def trained(self) -> PreTrainedModel | Adapter:
+        """What training is about."""
+        return self.adapter or self.model
 
     def find_plan(self) -> ForwardPlan:
         """Which shortcuts are exact for the model."""
@@ -229,6 +241,10 @@ class Trainer:
 
     def forward_backward(self, shares: Shares) -> ShareResult:
         """Adds the gradient of sum / denominator to what has accumulated."""
+        with use_adapters(self.model, route_all(self.adapter), training=True):
+            return self._forward_backward(shares)
+
+    def _forward_backward(self, shares: Shares) -> ShareResult:
         if not self._random_states:
             self._note_random_states()
         share = self._receive_share(shares)
@@ -288,13 +304,15 @@ class Trainer:
             total, merged, [np.frombuffer(block, np.float32).reshape(3, -1) for _, block in parts]
         )
 
-    def forward(self, shares: Shares) -> list[FloatArray]:
+    def forward(self, shares: Shares, *, start: bool = False) -> list[FloatArray]:
         """Of each rank, [2, sum of N]: log-probs and entropies (of a scalar head: values, twice) of its
-        portions' pairs, in their order. The shares have no loss.
+        portions' pairs, in their order. The shares have no loss. start: of the model that an adapter's
+        training started from.
         """
         share = self._receive_share(shares)
         found = [np.zeros((2, 0), np.float32)]
-        with torch.no_grad():
+        adapter = self.start if start else self.adapter
+        with torch.no_grad(), use_adapters(self.model, route_all(adapter)):
             for portion in share.portions:
                 run_agreed(self.ranks, self.check_open)
                 values, entropy = self._compute_outputs(portion, share)
@@ -351,10 +369,14 @@ class Trainer:
         that the gradient is gone.
         """
         self._note_random_states()
-        gradients = [get_local(gradient) for gradient in collect_gradients(self.model)]
+        gradients = [get_local(gradient) for gradient in collect_gradients(list_trained(self.trained))]
+        counts = self.ranks.first_replica
+        if self.adapter is not None:  # FSDP knows nothing of it
+            all_reduce(self.ranks, gradients)
+            counts = self.ranks.rank == 0
         mine = float(torch.nn.utils.get_total_norm(gradients))
         # in one order on every rank, so that all have the same bits; a replica's part counts once
-        norms = all_gather_floats(self.ranks, [mine if self.ranks.first_replica else 0.0])
+        norms = all_gather_floats(self.ranks, [mine if counts else 0.0])
         norm = math.sqrt(float(np.square(norms[:, 0]).sum()))
         if math.isfinite(norm):
             if max_grad_norm is not None and norm > max_grad_norm:
@@ -372,10 +394,11 @@ class Trainer:
         """Copies what the optimizer changes, on its own device, in place of the copy before. Does not
         communicate.
         """
-        reshard(self.model)
         self._held = None  # its memory is free for the next one
         weights = {
-            weight: get_local(weight).clone() for weight in self.model.parameters() if weight.requires_grad
+            weight: get_local(weight).clone()
+            for weight in list_trained(self.trained).values()
+            if weight.requires_grad
         }
         self._held = weights, copy.deepcopy(self.optimizer.state_dict())
 
@@ -398,27 +421,27 @@ class Trainer:
         shards.
         """
         size = BUCKET_BYTES if self.ranks.mesh is None else RANK_BUCKET_BYTES
-        for bucket in split_buckets(self.model.named_parameters(), size):
+        for bucket in split_buckets(list_trained(self.trained).items(), size):
             whole = gather_bucket(self.ranks, bucket)
             run_agreed(self.ranks, lambda whole=whole: None if sink is None or whole is None else sink(whole))
 
     def load_weights(self, weights: Mapping[str, Tensor] | None) -> None:
         """Replaces all parameters by rank 0's `weights`. Raises AgreedFailure before anything is copied."""
-        run_agreed(self.ranks, lambda: None if weights is None else check_weights(self.model, weights))
-        for name, parameter in self.model.named_parameters():
+        run_agreed(self.ranks, lambda: None if weights is None else check_weights(self.trained, weights))
+        for name, parameter in list_trained(self.trained).items():
             scatter_weight(self.ranks, parameter, None if weights is None else weights[name])
 
     # --- checkpoints
 
     def save(self, local: Saved | None, *, path: str) -> None:
         """See save_together."""
-        save_together(self.model, self.optimizer, self.ranks, Path(path), *(local or NOTHING))
+        save_together(self.trained, self.optimizer, self.ranks, Path(path), *(local or NOTHING))
 
     def capture(self, local: Saved | None, *, name: str) -> HeldPart | None:
         """See hold_together. Generation must not use the tokenizer while it is written. `name`: of what the
         rank keeps.
         """
-        return hold_together(self.model, self.optimizer, self.ranks, *(local or NOTHING))
+        return hold_together(self.trained, self.optimizer, self.ranks, *(local or NOTHING))
 
     def load(self, _: None, *, path: str) -> Position:
         """The position that save() was given, on any number of ranks; weights, optimizer and random states
@@ -429,11 +452,14 @@ class Trainer:
 
         def load_weights() -> None:
             try:
-                load_sharded_weights(self.model, Path(path), device=self.ranks.device)
+                if self.adapter is None:
+                    load_sharded_weights(self.model, Path(path), device=self.ranks.device)
+                else:
+                    load_adapter(self.adapter, Path(path))
             except ModelError as error:
                 raise CheckpointError(f"{path} is not of this model, or damaged: {error}") from error
 
-        loaded = run_agreed(self.ranks, lambda: read_state(Path(path), self.model, self.ranks)).value
+        loaded = run_agreed(self.ranks, lambda: read_state(Path(path), self.trained, self.ranks)).value
         run_agreed(self.ranks, load_weights)
         loaded.apply(self.optimizer, self.ranks.device)
         self._note_random_states()

@@ -185,6 +185,29 @@ class AlertConfig(Section):
         }
 
 
+class LoraConfig(Section):
+    """Small matrices beside the model's, which alone train: W + alpha/rank · B·A; docs/lora.md."""
+
+    rank: PositiveInt = 16
+    """columns of B and rows of A"""
+    alpha: PositiveFloat = 32.0
+    """the product counts alpha/rank times"""
+    targets: Annotated[list[str], Once, Field(min_length=1)] = ["all-linear"]
+    """ends of names of what is adapted, as ["q_proj", "v_proj"]; all-linear: every linear layer and every
+    stack of experts, but not the head
+    """
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """of what goes into A, in sft only: the other stages need exact log-probs"""
+    init_from: PathText = ""
+    """a directory of PEFT with the adapter that training starts from, of the same rank, alpha and targets;
+    empty: B is 0
+    """
+    base: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"
+    """how the model's own matrices, which do not train, are kept; all is computed from float32 copies of
+    one layer at a time
+    """
+
+
 class ModelConfig(Section):
     """Which model trains and how its numbers are kept."""
 
@@ -205,6 +228,7 @@ class ModelConfig(Section):
     """of all that computes with torch; auto: a GPU where torch has one, but never if deterministic"""
     threads: NonNegativeInt = 0
     """torch threads of a process; 0: one per core it may use, divided by the ranks on this machine"""
+    lora: LoraConfig | None = None
 
 
 SourceKind = Literal["jsonl", "parquet", "hf", "reasoning_gym", "python"]

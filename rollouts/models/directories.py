@@ -99,6 +99,11 @@ def check_model_directory(path: Path) -> None:
     problem = ""
     if not path.is_dir():
         problem = "does not exist; check model.name"
+    elif (path / "adapter_config.json").is_file():
+        problem = (
+            "is a LoRA adapter without its model; name the model and set model.lora.init_from to the adapter,"
+            f" or make a model of both: rollouts export {path} DIR --merge"
+        )
     elif not (path / "config.json").is_file():
         problem = "has no config.json; a Hugging Face model directory has one beside its weights"
     elif (path / WEIGHT_INDEX).is_file():

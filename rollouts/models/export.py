@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from rollouts.errors import ModelError, StorageError
 from rollouts.models.directories import WEIGHT_INDEX, WHOLE_FILE, quiet_transformers
+from rollouts.models.lora import Adapter, list_trained
+from rollouts.models.lora_files import WEIGHTS_FILE, is_adapter, write_adapter_config
 from rollouts.models.safetensors_file import TensorFile
 from rollouts.models.sharded import list_weights
 from rollouts.protocols import Bucket
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 2 * 2**30
 HEADER_BYTES = 64 * 1024  # enough for about 200 tensors
+NAME_BYTES = 512  # for each tensor of an adapter, of which a model has many
 PART = "model-of-rank-"  # and the rank: what the names of its files begin with
 
 
@@ -75,16 +79,16 @@ def name_shards(
 
     What an earlier model of another number of files had instead is removed: a reader would take it.
     """
-    several = len(shards) > 1
+    several, whole = len(shards) > 1, WEIGHTS_FILE if is_adapter(path) else WHOLE_FILE
     renamed: dict[str, str] = {}
     for number, (file, _) in enumerate(shards, start=1):
         numbered = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        renamed[file] = numbered if several else WHOLE_FILE
+        renamed[file] = numbered if several else whole
         (path / file).rename(path / renamed[file])
     (path / WEIGHT_INDEX).unlink(missing_ok=True)
     if several:
         (path / WHOLE_FILE).unlink(missing_ok=True)
-    if several or always_index:
+    if several or (always_index and whole == WHOLE_FILE):
         weight_map = {name: renamed[file] for file, names in shards for name in names}
         total = sum((path / file).stat().st_size for file in renamed.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -93,14 +97,21 @@ def name_shards(
 
 
 def write_description(
-    model: PreTrainedModel,
+    trained: PreTrainedModel | Adapter,
     path: Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
     """All of a model directory but its weights: config.json, saying class and dtype as saved models do,
-    generation_config.json of a model that generates, and the tokenizer.
+    generation_config.json of a model that generates, and the tokenizer; or of an adapter's.
     """
+    if isinstance(trained, Adapter):
+        write_adapter_config(trained, path)
+        if tokenizer is not None:
+            with quiet_transformers():
+                tokenizer.save_pretrained(path)
+        return
+    model = trained
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype or model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -141,7 +152,7 @@ class ShardWriter:
                 self._finish(dtype)
             if dtype not in self._open:
                 path = self.folder / name_shard(self.prefix, len(self.shards) + len(self._open) + 1)
-                self._open[dtype] = TensorFile(path, header_bytes=HEADER_BYTES)
+                self._open[dtype] = TensorFile(path, header_bytes=self.names.header_bytes)
             self._open[dtype].append(name, own)
 
     def close(self) -> None:
@@ -175,14 +186,19 @@ class Deal(NamedTuple):
     nbytes: int  # of the one rank's part, whole
 
 
-def deal_weights(model: PreTrainedModel, rank: int, ranks: int) -> Deal:
+def deal_weights(trained: PreTrainedModel | Adapter, rank: int, ranks: int) -> Deal:
     """The weights dealt to `ranks`, and the part of `rank`. The same deal on all ranks; no communication.
 
     The largest first, each to the rank that has least so far: none gets more than an equal share and one
-    thing besides. Tensors that the files join go to one rank. Raises ModelError.
+    thing besides. Tensors that the files join go to one rank, an adapter, one file, to the first. Raises
+    ModelError.
     """
-    names, (weights, _) = FileNames(model), list_weights(model)
-    parameters = dict(model.named_parameters())
+    names, parameters = FileNames(trained), list_trained(trained)
+    if isinstance(trained, Adapter):
+        held = [list(parameters.items()), *([] for _ in range(ranks - 1))]
+        names.expect_only(parameters if rank == 0 else ())
+        return Deal(held, names, sum(one.nbytes for one in parameters.values()) if rank == 0 else 0)
+    weights, _ = list_weights(trained)
     sizes = {unit: sum(weights[name].nbytes for name in unit) for unit in names.units.values()}
     mine: list[list[str]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -200,7 +216,13 @@ def open_part(path: Path, names: FileNames, rank: int) -> ShardWriter:
 
     Its files are synced where rank 0 will not do it: another machine's memory may hold the bytes back.
     """
-    return ShardWriter(path, names, prefix=f"{PART}{rank}", on_shard=fsync_path if rank else lambda _: None)
+    return ShardWriter(
+        path,
+        names,
+        shard_bytes=names.shard_bytes,
+        prefix=f"{PART}{rank}",
+        on_shard=fsync_path if rank else lambda _: None,
+    )
 
 
 def name_parts(path: Path, counts: Sequence[int]) -> None:
@@ -235,8 +257,9 @@ class FileNames:
     else is held. Without a model names stay as they are.
     """
 
-    def __init__(self, model: PreTrainedModel | None) -> None:
-        self._model = model
+    def __init__(self, trained: PreTrainedModel | Adapter | None) -> None:
+        self._model = model = None if isinstance(trained, Adapter) else trained
+        self.shard_bytes, self.header_bytes = SHARD_BYTES, HEADER_BYTES
         # by each name of the model, parameters and buffers: those that files join with it
         self.units: dict[str, tuple[str, ...]] = {}
         self._held: dict[str, Tensor] = {}
@@ -250,6 +273,9 @@ class FileNames:
             self._in_files |= {name: name for name, _ in self._buffers}
             for unit in find_units(model, self._in_files):
                 self.units |= dict.fromkeys(unit, unit)
+        elif isinstance(trained, Adapter):  # one file, whatever it takes
+            self.units = {name: (name,) for name in trained.weights}
+            self.shard_bytes, self.header_bytes = sys.maxsize, HEADER_BYTES + NAME_BYTES * len(self.units)
         self._to_come = set(self.units)
 
     def translate(self, bucket: Bucket) -> Bucket:
@@ -257,6 +283,7 @@ class FileNames:
         come, and with the model's buffers if it is the first. Raises ModelError.
         """
         if self._model is None:
+            self._to_come -= {name for name, _ in bucket}
             return [(name, torch.as_tensor(tensor)) for name, tensor in bucket]
         ready: dict[str, Tensor] = {}
         extra, self._buffers = self._buffers, []

@@ -21,6 +21,7 @@ from rollouts.models.directories import (
     quiet_transformers,
 )
 from rollouts.models.gguf import find_bundled_file, make_gguf_model
+from rollouts.models.lora_files import apply_adapter, is_adapter, read_base
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
 from rollouts.models.tiny import make_tiny
 from rollouts.models.tokenizers import (
@@ -85,17 +86,22 @@ def load_hf_model(
     """The causal language model in a directory, on the CPU, in evaluation mode, with every weight from the
     files; for head="scalar" the model with one scalar head, which is 0 if the directory is a causal model's.
 
+    An adapter's directory gives the model that it names with the adapter added to its weights.
+
     safetensors only, no code from the directory, SDPA attention where the model has it (one with capped
     scores has not). Raises ModelError if it cannot be loaded, is of another kind, or its files and its
     config.json do not agree on the weights.
     """
-    model = make_meta_model(path, dtype=dtype, head=head)
+    base = read_base(path).path if is_adapter(path) else path
+    model = make_meta_model(base, dtype=dtype, head=head)
     if dtype.itemsize == 2:  # as transformers itself: routers of experts are not computed in 16 bits
         exact = tuple(model._keep_in_fp32_modules_strict or ())
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             if any(part in name for part in exact):
                 weight.data = weight.data.float()
-    load_sharded_weights(model, path, new_head=True)
+    load_sharded_weights(model, base, new_head=True)
+    if base != path:
+        apply_adapter(model, path, base)
     return model
 
 

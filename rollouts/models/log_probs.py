@@ -19,8 +19,9 @@ from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs, widen
 from rollouts.models.devices import find_device
 from rollouts.models.layers import run_twice
 from rollouts.models.limits import RotaryLimit, find_rotary_limit
+from rollouts.models.lora import find_scalar_weight
 from rollouts.models.packed_attention import ARGUMENT, TILE, PackedRow, register_packed_attention
-from rollouts.models.scalar_head import get_scalar_weight, has_scalar_head, project_states
+from rollouts.models.scalar_head import has_scalar_head, project_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,7 +98,7 @@ def compute_micro_batch_outputs(
     """
     states = compute_micro_batch_states(model, micro_batch, plan=plan, autocast_dtype=autocast_dtype)
     if plan.head == "scalar":
-        return TokenOutputs(project_states(states, get_scalar_weight(model)[0]), None)
+        return TokenOutputs(project_states(states, find_scalar_weight(model)[0]), None)
     if plan.head == "linear" and autocast_dtype is not None and states.is_cuda:
         # the last norm gives float32, which an accelerator multiplies ten times slower
         states = states.to(autocast_dtype)  # pragma: gpu
@@ -189,7 +190,7 @@ def _score_by_own_head(
 
     def score(states: Tensor, wanted: Tensor) -> LinearLogProbs:
         ids = torch.zeros((1, len(states)), dtype=torch.int64, device=states.device)
-        states = states.to(next(model.parameters()).dtype)
+        states = states.to(model.dtype)
         with torch.autocast(states.device.type, enabled=False), _decoder_answers(model, states[None]):
             logits = model(input_ids=ids, use_cache=False).logits[0]
         return score_logits(logits, wanted, temperature, entropy_gradient=entropy_gradient)

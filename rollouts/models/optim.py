@@ -5,24 +5,25 @@ import math
 import torch
 
 from rollouts.config.tables import OptimConfig
+from rollouts.models.lora import Adapter, list_trained
 
 
-def create_adamw_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW over every parameter that trains, tied ones once. Weight decay only on matrices (embeddings
-    included), not norms or biases.
+def create_adamw_optimizer(trained: torch.nn.Module | Adapter, config: OptimConfig) -> torch.optim.AdamW:
+    """Fused AdamW over every parameter that trains, of a model or an adapter, tied ones once. Weight decay
+    only on matrices (embeddings included), not norms or biases.
 
     Works on CPU and CUDA. Two parameter groups, matrices first; a group is there even when empty, so that
     state dicts always fit. Raises ValueError if nothing trains or a beta is 1.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
+    parameters = [one for one in list_trained(trained).values() if one.requires_grad]
+    if not parameters:
         raise ValueError("the model has no parameter with requires_grad=True; there is nothing to optimize")
     groups = [
         {
-            "params": [parameter for parameter in trained if parameter.ndim >= 2],
+            "params": [parameter for parameter in parameters if parameter.ndim >= 2],
             "weight_decay": config.weight_decay,
         },
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, config.beta2), eps=1e-8, fused=True)
 

@@ -171,6 +171,16 @@ def all_gather_floats(ranks: Ranks, values: Sequence[float]) -> FloatArray:
     return found.numpy()
 
 
+def all_reduce(ranks: Ranks, tensors: Sequence[torch.Tensor]) -> None:
+    """Each tensor becomes its sum over all ranks, in place, with the same bits on all."""
+    if ranks.world_size == 1:
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat)
+    for tensor, summed in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(summed.view_as(tensor))
+
+
 def all_gather_bytes(ranks: Ranks, data: bytes) -> list[bytes]:
     """The bytes of every rank, on all ranks."""
     if ranks.world_size == 1:

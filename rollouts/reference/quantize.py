@@ -1,6 +1,7 @@
 """Weights of a frozen model in 8 or 4 bits, and what that does to a KL estimate: measured, not assumed.
 
-    8bit   every matrix: blocks of 64 along a row, signed, a float32 scale each: 8.5 bits a weight
+    16bit  every matrix as bfloat16: of a model that adapters train
+8bit   every matrix: blocks of 64 along a row, signed, a float32 scale each: 8.5 bits a weight
     4bit   matrices between the embeddings: blocks of 32, unsigned, a float32 scale and a zero point each:
            5.25 bits a weight; embedding and head as in 8bit, for they decide the logits
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +32,7 @@ from rollouts.types import FloatRows, GenerateRequest, RolloutBatch, SamplingPar
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Bits = Literal[8, 4]
+Bits = Literal[16, 8, 4]
 BLOCK = {8: 64, 4: 32}  # weights of a row that share a scale
 # by bits: torchao's name for signed codes around 0 or for codes with a zero point; type, lowest, highest code
 CODES = {
@@ -52,12 +54,17 @@ class PackedWeight(nn.Module):
     """One weight [..., columns] as integer codes. Its buffers move with the model that it is part of."""
 
     codes: Tensor  # [..., blocks, block] int8, or half as many uint8, the first of two in the low half
-    scale: Tensor  # [..., blocks, 1] float32
+    scale: Tensor | None  # [..., blocks, 1] float32; None: the codes are the bits of bfloat16, [..., columns]
     zero: Tensor | None  # [..., blocks, 1] uint8, of 4 bits
 
     def __init__(self, weight: Tensor, bits: Bits) -> None:
         """Raises ConfigError if torchao is not installed; ModelError for a weight that is not finite."""
         super().__init__()
+        if bits == 16:
+            # as integers, so that the model's dtype stays that of what it computes in
+            codes = weight.detach().bfloat16().view(torch.int16)
+            self._register({"codes": codes, "scale": None, "zero": None}, weight.shape)
+            return
         torchao, (mapping, *kind) = load_torchao(), CODES[bits]
         size = (1, choose_block(weight.shape[-1], bits))
         rows = weight.detach().float().reshape(-1, size[1])
@@ -75,13 +82,19 @@ class PackedWeight(nn.Module):
         packed = {"codes": codes, "scale": scale, "zero": None}
         if bits == 4:
             packed |= {"codes": codes[:, 0::2] | codes[:, 1::2] << 4, "zero": zero.to(torch.uint8)}
-        blocks = (*weight.shape[:-1], weight.shape[-1] // size[1], -1)
+        self._register(packed, (*weight.shape[:-1], weight.shape[-1] // size[1], -1))
+
+    def _register(self, packed: Mapping[str, Tensor | None], shape: Sequence[int]) -> None:
+        """Parameters, which FSDP divides among ranks as it does the weight."""
         for name, values in packed.items():
-            self.register_buffer(name, None if values is None else values.reshape(blocks))
+            made = None if values is None else nn.Parameter(values.reshape(shape), requires_grad=False)
+            self.register_parameter(name, made)
 
     def unpack(self, rows: Any = slice(None)) -> Tensor:
         """The weight, or these rows of it, float32: (code − zero) · scale."""
         codes = self.codes[rows]
+        if self.scale is None:
+            return codes.view(torch.bfloat16).float()
         if self.zero is None:
             wide = codes.float()
         else:
@@ -134,11 +147,25 @@ def quantize_model(model: PreTrainedModel, bits: Bits) -> None:
                 continue
             is_matrix = weight.ndim == 2 and isinstance(module, nn.Linear | nn.Embedding)
             if weight not in done and (is_matrix or weight.ndim >= 3) and weight.shape[-1] >= BLOCK[4]:
-                done[weight] = PackedWeight(weight, 8 if weight in ends or weight.shape[-1] % 2 else bits)
+                rough = bits == 4 and (weight in ends or weight.shape[-1] % 2)
+                done[weight] = PackedWeight(weight, 8 if rough else bits)
                 # of both modules that have it; its memory goes now, not at the end
                 weight.data = weight.data.new_empty(0)
             if weight in done:
                 _replace(module, name, done[weight])
+
+
+class _MultiplyPacked(torch.autograd.Function):
+    """A linear layer that keeps its codes for the gradient, not the weight made of them."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, module: Any, bias: Tensor | None) -> Tensor:
+        ctx.module = module
+        return nn.functional.linear(states, module.weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] @ ctx.module.weight.to(grads[0].dtype), None, None
 
 
 def _replace(module: nn.Module, name: str, packed: PackedWeight) -> None:
@@ -146,6 +173,8 @@ def _replace(module: nn.Module, name: str, packed: PackedWeight) -> None:
     del module._parameters[name]
     module.add_module(PACKED + name, packed)
     changes: dict[str, Any] = {name: property(lambda self: getattr(self, PACKED + name).unpack())}
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        changes["forward"] = lambda self, states: _MultiplyPacked.apply(states, self, self.bias)
     if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
         changes["forward"] = lambda self, ids: getattr(self, PACKED + name).unpack(ids)
     changed: Any = type(type(module).__name__, (type(module),), changes)

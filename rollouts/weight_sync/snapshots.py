@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 import shutil
+import sys
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -32,6 +33,7 @@ from rollouts.checkpoints.save import TEMPORARY_PREFIX, move_aside
 from rollouts.errors import SnapshotError, WeightSyncError
 from rollouts.models.export import SHARD_BYTES, Bucket, FileNames, ShardWriter, name_shards, write_description
 from rollouts.models.host_memory import read_free_memory
+from rollouts.models.lora import Adapter, list_trained
 from rollouts.protocols import TrainingBackend, WeightSink
 from rollouts.run_dir import fsync_path
 from rollouts.weight_sync.update import log_warning
@@ -94,9 +96,9 @@ class DiskSnapshots:
         """A copy of the weights, in the dtype of a snapshot, for export(); None where memory has no room to
         spare.
         """
-        held, free = HeldWeights(getattr(backend, "model", None), []), read_free_memory()
+        held, free = HeldWeights(find_trained(backend), []), read_free_memory()
         dtype = self._dtype
-        if free is not None and free < ROOM * count_bytes(held.model, dtype):
+        if free is not None and free < ROOM * count_bytes(held.trained, dtype):
             return None
 
         def copy(bucket: Bucket) -> None:
@@ -155,7 +157,8 @@ class DiskSnapshots:
 class HeldWeights(NamedTuple):
     """A WeightSource: a trainer's weights of one version, in host memory."""
 
-    model: PreTrainedModel | None  # for the names of weights in files; its own weights have changed
+    # for the names of weights in files; its own weights have changed
+    trained: PreTrainedModel | Adapter | None
     buckets: list[Bucket]
 
     async def stream_weights(self, sink: WeightSink) -> None:
@@ -190,11 +193,16 @@ async def stream_guarded(source: WeightSource, take: Callable[[Bucket], object])
         raise failures[0]
 
 
-def count_bytes(model: PreTrainedModel | None, dtype: torch.dtype | None) -> int:
-    """Of the parameters as a snapshot stores them; 0 without a model."""
+def find_trained(source: object) -> PreTrainedModel | Adapter | None:
+    """What a WeightSource streams; None if it does not say."""
+    return getattr(source, "trained", None)
+
+
+def count_bytes(trained: PreTrainedModel | Adapter | None, dtype: torch.dtype | None) -> int:
+    """Of the parameters as a snapshot stores them; 0 without any."""
     return sum(
         one.numel() * (dtype if dtype and one.is_floating_point() else one.dtype).itemsize
-        for one in (model.parameters() if model is not None else ())
+        for one in (list_trained(trained).values() if trained is not None else ())
     )
 
 
@@ -216,15 +224,16 @@ async def export_snapshot(
     the device thread may still be writing.
     """
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}")
-    model: PreTrainedModel | None = getattr(source, "model", None)
-    shard_bytes = min(shard_bytes, max(LEAST_SHARD_BYTES, count_bytes(model, dtype) // SHARDS))
+    trained = find_trained(source)
+    shard_bytes = min(shard_bytes, max(LEAST_SHARD_BYTES, count_bytes(trained, dtype) // SHARDS))
     try:
         await run_in_thread(lambda: temporary.mkdir(parents=True))
-        names = await run_in_thread(FileNames, model)
+        names = await run_in_thread(FileNames, trained)
+        shard_bytes = sys.maxsize if isinstance(trained, Adapter) else shard_bytes  # one file
         shards = await _stream_shards(source, temporary, names, dtype, shard_bytes)
         if not shards:
             raise SnapshotError(f"snapshot {path} would hold no weights: the backend streamed none")
-        return await run_in_thread(_finish, temporary, path, shards, model, dtype, model_dir)
+        return await run_in_thread(_finish, temporary, path, shards, trained, dtype, model_dir)
     except Exception as error:
         await run_in_thread(lambda: shutil.rmtree(temporary, ignore_errors=True))
         if isinstance(error, OSError):
@@ -281,18 +290,18 @@ def _finish(
     temporary: Path,
     path: Path,
     shards: list[tuple[FileRecord, list[str]]],
-    model: PreTrainedModel | None,
+    trained: PreTrainedModel | Adapter | None,
     dtype: torch.dtype | None,
     model_dir: Path | None,
 ) -> Snapshot:
     """Names the shards, adds the index and what a server wants beside them, the manifest, and renames it."""
+    if trained is not None:
+        write_description(trained, temporary, dtype=dtype)
     renamed = name_shards(temporary, [(record.path, names) for record, names in shards], always_index=True)
     weights = [FileRecord(renamed[record.path], record.size, record.sha256) for record, _ in shards]
-    for name in COPIED_FILES:
-        if model_dir is not None and (model_dir / name).is_file():
+    for name in COPIED_FILES if not isinstance(trained, Adapter) else ():
+        if model_dir is not None and not (temporary / name).exists() and (model_dir / name).is_file():
             shutil.copyfile(model_dir / name, temporary / name)
-    if model is not None:
-        write_description(model, temporary, dtype=dtype)
     files = list(weights)
     for file in set(temporary.iterdir()) - {temporary / record.path for record in weights}:
         fsync_path(file)

@@ -112,4 +112,4 @@ async def test_what_is_saved_on_a_gpu_goes_on_with_the_same_weights_and_moments(
 
 def read_states(backend: FSDPTrainingBackend) -> list[dict[str, Any]]:
     """AdamW's, of every parameter."""
-    return list(backend._trainer.optimizer.state.values())
+    return list(backend.trainer.optimizer.state.values())

@@ -191,7 +191,7 @@ def test_a_backend_goes_on_from_what_a_script_saved(tmp_path: Path):
     async def load_in_backend() -> tuple[dict[str, Tensor], Any]:
         async with open_backend(other) as backend:
             await backend.load(tmp_path / "checkpoints" / "rl" / "step_3")
-            return await backend.get_weights(), backend._trainer.optimizer
+            return await backend.get_weights(), backend.trainer.optimizer
 
     weights, loaded = trio.run(load_in_backend)
     for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):

@@ -1,0 +1,180 @@
+"""Adapters on disk: a directory as `peft` writes and reads it, and base.json, which names the model.
+
+    adapter_config.json         rank, alpha, targets
+    adapter_model.safetensors   the matrices, float32
+    base.json                   the base model's directory, and the digests of its files
+
+What another program wrote is read if it computes what we compute; if its config asks for more, it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rollouts.config.tables import LoraConfig
+from rollouts.errors import ModelError
+from rollouts.models.directories import naming_errors
+from rollouts.models.lora import PREFIX, Adapter, make_adapter, merge_adapter, prepare_places
+from rollouts.models.safetensors_file import write_safetensors
+from rollouts.models.scalar_head import HEAD, HEAD_WEIGHT, get_scalar_weight, has_scalar_head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+MEASURED = ("score_mean", "score_std")  # what the stage reward_model adds to a model's config
+NAMES_SHOWN = 3
+# settings of PEFT that change nothing of what an adapter computes once it is there, and those that are read
+HARMLESS = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "lora_dropout",
+    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "task_type",
+    "r", "lora_alpha", "target_modules", "target_parameters", "modules_to_save", "fan_in_fan_out",
+}  # fmt: skip
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a directory holds an adapter and no model."""
+    return (path / CONFIG_FILE).is_file()
+
+
+def write_adapter(adapter: Adapter, path: Path) -> None:
+    """Writes the directory `path`. Not atomic, not synced. Raises OSError."""
+    write_adapter_config(adapter, path)
+    write_safetensors(path / WEIGHTS_FILE, adapter.weights)
+
+
+def write_adapter_config(adapter: Adapter, path: Path) -> None:
+    """All of an adapter's directory but its weights. Raises OSError."""
+    path.mkdir(parents=True, exist_ok=True)
+    stacks = sorted(name for name, place in adapter.places.items() if place.experts)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if adapter.head is None else "SEQ_CLS",
+        "base_model_name_or_path": str(adapter.base),
+        "inference_mode": True,
+        "r": adapter.config.rank,
+        "lora_alpha": adapter.config.alpha,
+        "lora_dropout": adapter.config.dropout,
+        "bias": "none",
+        "fan_in_fan_out": any(place.turned and not place.experts for place in adapter.places.values()),
+        "target_modules": list(adapter.target_modules),
+        "target_parameters": stacks or None,
+        "modules_to_save": None if adapter.head is None else [HEAD],
+    }
+    # of a reward model of scores
+    measured = {
+        name: one for name in MEASURED if (one := getattr(adapter.model_config, name, None)) is not None
+    }
+    base = {"path": str(adapter.base), "files": dict(adapter.digests), "config": measured}
+    for name, content in ((CONFIG_FILE, config), (BASE_FILE, base)):
+        (path / name).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+
+
+def read_adapter_config(path: Path) -> LoraConfig:
+    """What an adapter's directory says of it. Raises ModelError if that cannot be read, or asks for what is
+    not computed here.
+    """
+    file = path / CONFIG_FILE
+    with naming_errors(f"{file} cannot be read"):
+        config: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        odd = {name: value for name, value in config.items() if value and name not in HARMLESS}
+        if odd.pop("bias", "none") != "none":
+            odd["bias"] = config["bias"]
+        scaled = odd.pop("use_rslora", False)
+        if config["peft_type"] != "LORA" or odd or set(config.get("modules_to_save") or ()) - {HEAD}:
+            raise ModelError(
+                f"{file} asks for {odd or config.get('modules_to_save')} (peft_type={config['peft_type']!r}),"
+                " which is not computed here; use a plain LoRA adapter"
+            )
+        modules, rank = config.get("target_modules") or (), config["r"]
+        targets = [modules] if isinstance(modules, str) else [*modules]
+        return LoraConfig(
+            rank=rank,
+            # of rsLoRA: alpha / √rank
+            alpha=float(config["lora_alpha"]) * (rank**0.5 if scaled else 1),
+            targets=sorted({*targets, *(config.get("target_parameters") or ())}),
+        )
+
+
+def load_adapter(adapter: Adapter, path: Path) -> None:
+    """Gives the adapter the weights in a directory. Raises ModelError, before anything is changed, for one of
+    another base, rank, alpha or targets.
+    """
+    config, own = read_adapter_config(path), adapter.config
+    for name in ("rank", "alpha"):
+        if getattr(config, name) != getattr(own, name):
+            raise ModelError(
+                f"{path} has {name} {getattr(config, name):g}, and model.lora.{name}={getattr(own, name):g};"
+                " set it to the former"
+            )
+    base = read_base(path)
+    if base.files is not None and base.files != adapter.digests:
+        raise ModelError(
+            f"{path} is an adapter of the model that was at {base.path}, and the model at {adapter.base} has"
+            " other files (base.json has their digests); use the model that it was trained on"
+        )
+    found, weights = read_adapter_weights(path), adapter.weights
+    head = PREFIX + HEAD_WEIGHT
+    if adapter.head is not None and head not in found:  # a new one, as it is
+        found[head] = adapter.head
+    elif adapter.head is None:
+        found.pop(head, None)
+    wrong = sorted(
+        name
+        for name in {*found, *weights}
+        if name not in found or name not in weights or found[name].shape != weights[name].shape
+    )
+    if wrong:
+        raise ModelError(
+            f"{path} and model.lora.targets={own.targets} do not fit: {len(wrong)} weights are of one of them"
+            f" only or of another shape, {', '.join(wrong[:NAMES_SHOWN])}; its own targets are"
+            f" {config.targets}"
+        )
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(found[name])
+
+
+def read_adapter_weights(path: Path) -> dict[str, Tensor]:
+    """Every matrix by its name in the file. Raises ModelError."""
+    with naming_errors(f"{path / WEIGHTS_FILE} cannot be read"):
+        return load_file(path / WEIGHTS_FILE)
+
+
+class Base(NamedTuple):
+    """What an adapter's directory says of its model."""
+
+    path: Path
+    files: Mapping[str, str] | None = None  # their digests; None: another program wrote it
+    config: Mapping[str, Any] = {}  # what its training added to the model's config
+
+
+def read_base(path: Path) -> Base:
+    """Raises ModelError."""
+    with naming_errors(f"{path} cannot be read as an adapter"):
+        if (path / BASE_FILE).is_file():
+            content = json.loads((path / BASE_FILE).read_text("utf-8"))
+            return Base(Path(content["path"]), content["files"], content["config"])
+        return Base(Path(json.loads((path / CONFIG_FILE).read_text("utf-8"))["base_model_name_or_path"]))
+
+
+def apply_adapter(model: PreTrainedModel, path: Path, base: Path) -> None:
+    """Adds the adapter in `path`, and its scalar head where both have one, to the weights of its model, which
+    is the one in `base`. Raises ModelError.
+    """
+    prepare_places(model, base)
+    scalar = has_scalar_head(model) and any(name.endswith(HEAD_WEIGHT) for name in read_adapter_weights(path))
+    adapter = make_adapter(model, read_adapter_config(path), scalar=scalar)
+    load_adapter(adapter, path)
+    merge_adapter(model, adapter)
+    if adapter.head is not None:
+        with torch.no_grad():
+            get_scalar_weight(model).copy_(adapter.head)
+    model.config.update(dict(read_base(path).config))
