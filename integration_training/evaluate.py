@@ -9,6 +9,7 @@ from pathlib import Path
 from integration_training.train import main
 from rollouts.checkpoints.load import check_checkpoint, find_newest_checkpoint
 from rollouts.errors import ConfigError, RunDirError
+from rollouts.models.lora_files import is_adapter
 from rollouts.run_dir import RunDir, parse_step
 
 GENERATE = ("rl", "preference", "sft")  # stages whose models do, the last of a run first
@@ -36,7 +37,8 @@ def run_evaluate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
     if arguments.against:
         words += ["--eval.against", find_model(arguments.against)]
     words = ["--config", str(config), "--mode", "evaluate", "--output.dir", f"runs/evaluate-{name}", *words]
-    return main([*words, "--model.name", model])
+    # of an adapter the model is the config's
+    return main([*words, "--model.lora.init_from" if is_adapter(path) else "--model.name", model])
 
 
 def find_model(name: str) -> str:

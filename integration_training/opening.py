@@ -19,7 +19,7 @@ import torch
 import trio
 
 from rollouts.backends.fsdp import open_fsdp_backend
-from rollouts.backends.open import open_pytorch_backend
+from rollouts.backends.open import load_model, open_pytorch_backend
 from rollouts.backends.pytorch import RankedTrainingBackend as Backend
 from rollouts.checkpoints.writer import CheckpointWriter, Keep, open_checkpoint_writer
 from rollouts.config.load import EVALUATE, stage_config, training_digest
@@ -37,6 +37,8 @@ from rollouts.loops.rl_batch import Score, score_told
 from rollouts.loops.stopping import Stop
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.models.load import load_hf_model, stop_token_ids
+from rollouts.models.lora import Adapter, make_adapter
+from rollouts.models.lora_files import is_adapter
 from rollouts.preflight.checks import CRITIC as CRITIC_MODEL
 from rollouts.preflight.checks import OWN, REWARD, TEACHER, PreparedRun, find_scalar_model
 from rollouts.preflight.functions import weigh
@@ -48,13 +50,13 @@ from rollouts.protocols import (
     RewardFn,
     SyncWeights,
 )
-from rollouts.ranks.meet import OpenRanks
+from rollouts.ranks.meet import OpenRanks, Ranks
 from rollouts.reference.moving import REFERENCE, UpdateRule, open_moving_reference
 from rollouts.reference.score import open_frozen_reference
 from rollouts.reference.server import open_server_reference
 from rollouts.rewards.reward_model import add_model_reward, open_model_reward
 from rollouts.run_dir import parse_step
-from rollouts.types import SamplingParams
+from rollouts.types import FloatRows, RolloutBatch, SamplingParams
 from rollouts.weight_sync.snapshots import DiskSnapshots
 from rollouts.weight_sync.sync import WeightSync, choose_tolerance, open_synced_fleet
 from rollouts.weight_sync.update import make_probe
@@ -122,7 +124,8 @@ async def open_stage(run: Run, stage: str, start: Path, newest: Path | None) -> 
     """A backend with the weights at `newest`, or `start`, and a fresh optimizer, and what generates with
     them: for RL as the config says.
     """
-    model_path = newest or start
+    # an adapter's own checkpoint is loaded over the one that the stage starts from
+    model_path = start if run.config.model.lora else newest or start
     async with (
         open_backend(run, stage, model_path) as backend,
         open_critic(run, stage, backend, start, newest) as critic,
@@ -176,7 +179,11 @@ def open_backend(
 ) -> AbstractAsyncContextManager[Backend]:
     """What trains: this process alone, or all ranks. `changed`: options in place of the stage's."""
     config, section = run.config, stage_config(run.config, stage)
-    rl = config.rl if stage == "rl" else None
+    rl, lora = config.rl if stage == "rl" else None, config.model.lora
+    if lora is not None:
+        begun = is_adapter(model_path)
+        lora = lora.model_copy(update={"init_from": str(model_path) if begun else ""})
+        model_path = run.base_model if begun else model_path
     options: dict[str, Any] = {
         "optim": section.optim,
         "total_steps": section.steps * (count_updates(rl) if rl else 1),
@@ -192,6 +199,7 @@ def open_backend(
         "compile_backend": "inductor" if config.model.compile else None,
         "seed": config.seed,
         "head": "scalar" if stage == "reward_model" else "tokens",
+        "lora": lora and lora.model_dump(),
         **changed,
     }
     if run.ranks is None:
@@ -217,14 +225,20 @@ async def open_critic(
         yield None
         return
     path = start
-    if newest:  # only this stage's own: another run's model may have brought its critic
+    if (
+        newest and not run.config.model.lora
+    ):  # only this stage's own: another run's model may have brought its critic
         path = newest / CRITIC
     elif config.model:  # in a thread: other ranks take silence for an end
         path = await trio.to_thread.run_sync(
             find_scalar_model, run.config, run.run_dir, CRITIC_MODEL, config.model
         )
-    changed = {"head": "scalar", "skip_zero_advantage": False, "device_thread": policy.device_thread}
-    async with open_backend(run, stage, path, optim=config.optim, **changed) as critic:
+    changed: dict[str, Any] = {"head": "scalar", "skip_zero_advantage": False, "optim": config.optim}
+    if run.config.model.lora and not config.model:
+        changed["beside"] = policy  # a second adapter of the same model
+    else:
+        changed["device_thread"] = policy.device_thread
+    async with open_backend(run, stage, path, **changed) as critic:
         yield critic
 
 
@@ -266,20 +280,26 @@ async def open_embedded(
     """
     config, dtype, thread = run.config, backend.autocast_dtype, backend.device_thread
 
-    def load_copy() -> Any:
-        model: Any = load_hf_model(model_path)  # transformers types .to narrowly
-        return model.to(run.device)
+    def load_copy() -> tuple[Any, Adapter | None]:
+        if config.model.lora is None:
+            model: Any = load_hf_model(model_path)  # transformers types .to narrowly
+            return model.to(run.device), None
+        alone = Ranks(0, 1, 1, torch.device(run.device))
+        model = load_model(run.base_model, {"lora": config.model.lora.model_dump()}, alone)
+        return model, make_adapter(model, config.model.lora)
 
+    adapter = backend.trained if isinstance(backend.trained, Adapter) else None
     if run.ranks is None:
         model, mode = backend.model, config.engine.mode if stage == "rl" else "shared"
     else:
-        model, mode = await thread.submit(load_copy), "given"
+        (model, adapter), mode = await thread.submit(load_copy), "given"
         if stage == "rl" and config.engine.mode == "shared":
             say("engine.mode='shared', but several ranks share the weights: the engine has a copy on rank 0")
     async with open_local_engine(
         model,
         device_thread=thread,
         mode=mode,
+        adapter=adapter,
         trainer_version=lambda: backend.weight_version,
         max_rows=config.engine.max_rows,
         deterministic=config.deterministic,
@@ -323,8 +343,22 @@ async def open_scorer(run: Run, opened: Stage, completed: Callable[[], int]) -> 
             yield moving
         return
     path = opened.start if config.where == "trainer" else None
+    if path and run.config.model.lora:
+        yield AdapterStart(opened.backend)
+        return
     async with await choose_scorer(run, opened, path, "reference.where", config.where) as scorer:
         yield scorer
+
+
+class AdapterStart(NamedTuple):
+    """A LogProbScorer: the model that an adapter's stage started from, which is there anyway."""
+
+    backend: Backend
+    metrics: Mapping[str, float] = {}
+
+    async def score(self, batch: RolloutBatch) -> FloatRows:
+        """[T_i] per row; 0.0 where the loss mask is 0."""
+        return await self.backend.forward_start(batch)
 
 
 @asynccontextmanager

@@ -166,6 +166,8 @@ async def train_stages(
     as the other ranks have it, before epochs were counted.
     """
     config, run_dir, model_path = prepared.config, prepared.run_dir, prepared.base_model
+    if (lora := config.model.lora) and lora.init_from:
+        model_path = Path(lora.init_from)
     attempt = next_attempt(run_dir)  # before the others are met: from then on they take silence for an end
     with open_progress(console, {stage: stage_config(config, stage).steps for stage in stages}) as progress:
         async with (

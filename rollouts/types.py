@@ -312,6 +312,7 @@ class GenerateRequest:
     # go, before `affinity` counts, to the engine that answered the last, which keeps what it computed
     trajectory: str = ""
     score_prompt: bool = False  # asks for Completion.prompt_log_probs
+    adapter: str = ""  # an adapter that an embedded engine was given by this name; empty: its own weights
 
 
 FinishReason = Literal["stop", "length", "abort"]

@@ -426,6 +426,21 @@ class RunConfig(Section):
         """[rl.rollout], or its defaults where there is no [rl]."""
         return self.rl.rollout if self.rl else RolloutConfig()
 
+    def _list_lora_rules(self) -> dict[str, Any]:
+        lora, reference = self.model.lora, self.reference
+        if lora is None:
+            return {}
+        exact = [name for name in ("preference", "reward_model", "rl") if getattr(self, name)]
+        return {
+            f"model.lora.dropout={lora.dropout} with {exact}, which need exact log-probs; set it to 0": (
+                lora.dropout and exact
+            ),
+            f"reference.update={reference.update!r} with model.lora; the reference is what the adapter began"
+            " with: leave update out": reference.update != "none",
+            "model.compile=true with model.lora; the layers change with the adapters that are active: leave"
+            " one of the two out": self.model.compile,
+        }
+
     def _list_rules(self) -> dict[str, Any]:
         where, engine, teacher = self.reference.where, self.engine, self.rl and self.rl.distillation
         rules = {
@@ -439,7 +454,7 @@ class RunConfig(Section):
                 (teacher and teacher.on_server, "rl.distillation.teacher on a server", "it repeats no bits"),
             )
             if self.deterministic
-        }
+        } | self._list_lora_rules()
         if self.rl is None:
             return rules
         sync_every, staleness = self.rl.sync_every, self.rl.max_staleness

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -141,6 +141,11 @@ def prepare_places(model: PreTrainedModel, base: Path) -> None:
                 places[place] = Place(module, path, name, shape[0], rows, columns, turned)
     others = {name: place for name, place in places.items() if all(place.module is not one for one in heads)}
     setattr(model, ADAPTERS, Adapters(base, compute_model_digests(base), others))
+
+
+def has_places(model: nn.Module) -> bool:
+    """Whether the model may have adapters."""
+    return hasattr(model, ADAPTERS)
 
 
 def choose_places(model: nn.Module, targets: Sequence[str]) -> dict[str, Place]:
@@ -263,6 +268,16 @@ def list_trained(trained: nn.Module | Adapter) -> dict[str, nn.Parameter]:
         return trained.weights
     reshard(trained)
     return dict(trained.named_parameters())
+
+
+def copy_adapter(adapter: Adapter) -> Adapter:
+    """The same values in memory of its own, which does not train."""
+    pairs = {name: Pair(*map(_freeze_copy, pair)) for name, pair in adapter.pairs.items()}
+    return replace(adapter, pairs=pairs, head=None if adapter.head is None else _freeze_copy(adapter.head))
+
+
+def _freeze_copy(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.detach().clone(), requires_grad=False)
 
 
 def route_all(adapter: Adapter | None) -> Routes:

@@ -165,14 +165,20 @@ def read_base(path: Path) -> Base:
         return Base(Path(json.loads((path / CONFIG_FILE).read_text("utf-8"))["base_model_name_or_path"]))
 
 
+def read_adapter(model: PreTrainedModel, path: Path, *, scalar: bool = False) -> Adapter:
+    """A new adapter of a model with prepare_places, as a directory has it. Raises ModelError."""
+    adapter = make_adapter(model, read_adapter_config(path), scalar=scalar)
+    load_adapter(adapter, path)
+    return adapter
+
+
 def apply_adapter(model: PreTrainedModel, path: Path, base: Path) -> None:
     """Adds the adapter in `path`, and its scalar head where both have one, to the weights of its model, which
     is the one in `base`. Raises ModelError.
     """
     prepare_places(model, base)
     scalar = has_scalar_head(model) and any(name.endswith(HEAD_WEIGHT) for name in read_adapter_weights(path))
-    adapter = make_adapter(model, read_adapter_config(path), scalar=scalar)
-    load_adapter(adapter, path)
+    adapter = read_adapter(model, path, scalar=scalar)
     merge_adapter(model, adapter)
     if adapter.head is not None:
         with torch.no_grad():

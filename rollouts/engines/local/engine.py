@@ -14,6 +14,7 @@ import copy
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +24,7 @@ import trio.testing
 from torch import Tensor
 
 from rollouts.engines.local.weights import StagedWeights, read_checkpoint
-from rollouts.errors import EngineClosed, EngineError, RequestRefused, WeightVersionError
+from rollouts.errors import EngineClosed, EngineError, ModelError, RequestRefused, WeightVersionError
 from rollouts.models.decoding.batch import (
     DEFAULT_CONTEXT,
     KEPT_BYTES,
@@ -32,8 +33,11 @@ from rollouts.models.decoding.batch import (
     Row,
     open_decoder,
 )
+from rollouts.models.decoding.decoder import FastDecoder
 from rollouts.models.draws import make_draw
 from rollouts.models.limits import check_request, find_context_limit
+from rollouts.models.lora import Adapter, copy_adapter, list_trained
+from rollouts.models.lora_files import read_adapter
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import Bucket, PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
@@ -52,6 +56,7 @@ async def open_local_engine(
     *,
     device_thread: DeviceThread,
     mode: Literal["shared", "copied", "given"],
+    adapter: Adapter | None = None,
     trainer_version: Callable[[], int] | None = None,
     max_rows: int = 128,
     max_context: int | None = None,
@@ -65,7 +70,9 @@ async def open_local_engine(
     `model` itself, which is never changed; its version is `trainer_version()`, read when a job is queued on
     the device thread, behind everything the trainer queued before. mode "copied" owns a copy, which starts at
     `trainer_version()`, or 0, and follows updates; mode "given" does so with `model` itself, which nobody
-    else may use then. `max_context` defaults to the model's own, and to 8192 where its config sets no limit.
+    else may use then. adapter: of `model`: then "shared" generates with the adapter as it trains, "copied"
+    with a copy of it on the same model, and updates are the adapter's. `max_context` defaults to the model's
+    own, and to 8192 where its config sets no limit.
     deterministic: requests are taken as lists. A list is what waits, sorted by request id, when the engine is
     idle and every other task is blocked; the next list is taken when the last row of this one has finished.
     The same lists give the same bits. `seed` and a request's own seed, or else its id, fix the random numbers
@@ -86,8 +93,13 @@ async def open_local_engine(
             raise EngineError(rule)
 
     def open_on_device() -> OpenedDecoder:
-        own = copy.deepcopy(model).eval().requires_grad_(False) if mode == "copied" else model
-        return open_decoder(own, max_context=context, max_rows=max_rows, autocast_dtype=autocast_dtype)
+        own, added = model, adapter
+        if mode == "copied" and adapter is not None:
+            added = copy_adapter(adapter)
+        elif mode == "copied":
+            own = copy.deepcopy(model).eval().requires_grad_(False)
+        options = {"max_context": context, "max_rows": max_rows, "autocast_dtype": autocast_dtype}
+        return open_decoder(own, adapter=added, **options)
 
     opened = await device_thread.submit(open_on_device)
     features = EngineFeatures(
@@ -129,9 +141,11 @@ class LocalEngine:
         self._batch = DecodeBatch(opened.whole, opened.decoder, kept_bytes=kept_bytes)
         self._device_thread = device_thread
         self._model = opened.whole.model
-        self._weights = None if features.shares_weights else StagedWeights(self._model)
+        self._trained = opened.whole.adapter or self._model
+        self._weights = None if features.shares_weights else StagedWeights(self._trained)
         self._trainer_version = trainer_version
         self._version = trainer_version()  # of the copy; a shared engine asks the trainer every time
+        self._mixes = isinstance(opened.decoder, FastDecoder) and opened.decoder.mixes
         self._max_rows = max_rows
         self._seed = seed
         self._in_flight: dict[str, Row] = {}  # whose callers wait
@@ -157,7 +171,12 @@ class LocalEngine:
         self._check_open()
         features = self.features
         check_request(request, vocab_size=features.vocab_size, max_context=features.context_length)
-        name = request.request_id
+        name, adapter = request.request_id, request.adapter
+        if adapter and adapter not in self._batch.adapters:
+            raise RequestRefused(
+                f"request {name!r}: adapter={adapter!r}; the engine has {sorted(self._batch.adapters)}:"
+                " await add_adapter() first"
+            )
         if name in self._in_flight:
             raise RequestRefused(
                 f"request {name!r}: request_id is in flight already; ids are unique in a run"
@@ -288,15 +307,15 @@ class LocalEngine:
             self._end_update()
 
     async def copy_weights(self) -> dict[str, Tensor]:
-        """Copies in host memory of the weights that the engine has to itself, by Hugging Face name; tied ones
-        once.
+        """Copies in host memory of the weights, or the adapter, that the engine has to itself, by name; tied
+        ones once.
 
         Raises EngineError for an engine that shares the trainer's.
         """
         self._updatable()
-        parameters = self._model.named_parameters()
+        trained = list_trained(self._trained).items()
         return await self._run_to_end(
-            lambda: {name: weight.detach().to("cpu", copy=True) for name, weight in parameters}
+            lambda: {name: weight.detach().to("cpu", copy=True) for name, weight in trained}
         )
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
@@ -327,6 +346,39 @@ class LocalEngine:
             raise
         await self.finish_update(version)
         return {"version": version}
+
+    # --- adapters -------------------------------------------------------------------------------------------
+
+    async def add_adapter(self, name: str, adapter: Adapter | Path) -> None:
+        """From now on requests may name it: an adapter of this model, which may go on training, or a copy of
+        what lies in a directory of PEFT. Its tokens bear the engine's version.
+
+        Rows of several adapters are decoded together where the model has no experts and runs by the fast
+        path, else in turns. Raises EngineError for a name that is taken, or an adapter of another model.
+        """
+        self._check_open()
+        if not name or name in self._batch.adapters:
+            raise EngineError(f"add_adapter({name!r}): the name must be new, and not empty")
+
+        def add() -> None:
+            found = read_adapter(self._model, adapter) if isinstance(adapter, Path) else adapter
+            self._batch.adapters[name] = found
+
+        try:
+            await self._run_to_end(add)
+        except ModelError as error:
+            raise EngineError(f"add_adapter({name!r}): {error}") from error
+
+    async def remove_adapter(self, name: str) -> None:
+        """Requests may not name it any more. Raises EngineError while one in flight does."""
+        await trio.lowlevel.checkpoint()
+        users = [key for key, row in self._in_flight.items() if row.request.adapter == name]
+        if users or name not in self._batch.adapters:
+            raise EngineError(
+                f"remove_adapter({name!r}): the engine has {sorted(self._batch.adapters)}, and {users[:3]} in"
+                " flight use it; abort them first"
+            )
+        del self._batch.adapters[name]
 
     def _end_update(self) -> None:
         if self._weights is not None:
@@ -379,6 +431,10 @@ class LocalEngine:
             self._listed = sorted(self._waiting, key=lambda row: row.request.request_id)
             self._waiting.clear()
         count = self._max_rows - len(self._active)
+        if not self._mixes:  # rows of one adapter at a time, in the order in which they came
+            names = [row.request.adapter for row in (*self._active, *self._listed)]
+            own = sum(1 for _ in takewhile(lambda name: name == names[0], names))
+            count = min(count, own - len(self._active))
         admitted, self._listed = self._listed[:count], self._listed[count:]
         return admitted
 

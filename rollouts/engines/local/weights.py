@@ -4,7 +4,7 @@ not at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rollouts.errors import EngineError, ModelError
+from rollouts.models.lora import Adapter
+from rollouts.models.lora_files import is_adapter, read_adapter_weights
 from rollouts.models.sharded import convert_group, plan_weights, read_tensors
 from rollouts.protocols import Bucket
 
@@ -20,15 +22,17 @@ if TYPE_CHECKING:
 
 
 class StagedWeights:
-    """New values for the weights of one model, by Hugging Face name. Tied weights have several names; any of
-    them will do.
+    """New values for the weights of one model, by Hugging Face name, or of an adapter. Tied weights have
+    several names; any of them will do.
 
     On a CPU an update swaps its memory with the model's, and the next update writes there: new memory costs
     five times the copy, because its pages are cleared first.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    def __init__(self, trained: nn.Module | Adapter) -> None:
+        self._targets: Mapping[str, Tensor] = (
+            trained.weights if isinstance(trained, Adapter) else trained.state_dict(keep_vars=True)
+        )
         self._staged: dict[int, Tensor] = {}  # by identity of the target, which tied names share
         self._spare: dict[int, Tensor] = {}
         self.is_open = False
@@ -81,12 +85,15 @@ class StagedWeights:
 
 
 def read_checkpoint(path: Path, model: PreTrainedModel) -> Iterator[Bucket]:
-    """The weights of `model` in a Hugging Face directory of safetensors, a few at a time. Where the files
-    hold them otherwise (experts one by one), transformers converts them.
+    """The weights of `model`, or an adapter of it, in a directory of safetensors, a few at a time. Where the
+    files hold them otherwise (experts one by one), transformers converts them.
 
     Raises EngineError naming what is missing, damaged or of another model.
     """
     try:
+        if is_adapter(path):
+            yield list(read_adapter_weights(path).items())
+            return
         groups, _ = plan_weights(model, path)
         for group in groups:
             yield list(convert_group(model, group, read_tensors(group.sources)).items())

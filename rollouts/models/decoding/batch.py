@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
@@ -28,6 +29,7 @@ from rollouts.errors import EngineError, ModelError
 from rollouts.models.decoding.decoder import CachedDecoder, FastDecoder, RecomputeDecoder, WholeModel
 from rollouts.models.draws import DRAW_DTYPE, make_draw, sample_tokens
 from rollouts.models.limits import find_rotary_limit
+from rollouts.models.lora import Adapter, has_places, use_adapters
 from rollouts.types import Completion, FinishReason, FloatArray, GenerateRequest, IntArray, SamplingParams
 
 if TYPE_CHECKING:
@@ -86,6 +88,7 @@ class DecodeBatch:
         self.rows: list[Row] = []
         # tokens of the prompts computed, and kept of earlier turns; steps, and rows summed over the steps
         self.totals = dict.fromkeys(("prefill_tokens", "prefix_tokens", "decode_steps", "decode_rows"), 0)
+        self.adapters: dict[str, Adapter] = {}  # that rows may name
         self._whole = whole
         self._kept_bytes = kept_bytes
         # by trajectory, least recently ended first: its last row, and what FastDecoder.copy_row gave of it
@@ -139,9 +142,11 @@ class DecodeBatch:
         holders = {_key(row): index for index, row in enumerate(self.rows) if row.prompt_version == version}
         groups: dict[bytes, list[Row]] = {}
         for row in rows:
-            row.prompt_version = version
+            # an adapter with a name has no version: what it computed is not used again
+            row.prompt_version = None if row.request.adapter else version
             if row.request.score_prompt:
-                row.prompt_log_probs = self._whole.score(row.request.prompt_ids)
+                with self._routing([row]):
+                    row.prompt_log_probs = self._whole.score(row.request.prompt_ids)
             groups.setdefault(_key(row), []).append(row)
         if isinstance(self.decoder, FastDecoder):  # a recurrent state cannot be turned back to its prompt
             joined = [row for key in list(groups) if key in holders for row in groups.pop(key)]
@@ -166,11 +171,12 @@ class DecodeBatch:
                 count += 1
             chosen = [groups[key] for key in keys[:count]]
             prompts = [group[0].request.prompt_ids for group in chosen]
-            if kept:
-                assert isinstance(self.decoder, FastDecoder)
-                logits = self.decoder.prefill(prompts, [kept[key] for key in keys[:count]])
-            else:
-                logits = self.decoder.prefill(prompts)
+            with self._routing([group[0] for group in chosen]):
+                if kept:
+                    assert isinstance(self.decoder, FastDecoder)
+                    logits = self.decoder.prefill(prompts, [kept[key] for key in keys[:count]])
+                else:
+                    logits = self.decoder.prefill(prompts)
             self._begin(chosen, logits, version)
             del keys[:count]
 
@@ -202,7 +208,8 @@ class DecodeBatch:
         room.
         """
         row = self.rows[index]
-        if row.request.trajectory and self._kept_bytes and isinstance(self.decoder, FastDecoder):
+        known = row.prompt_version is not None
+        if known and row.request.trajectory and self._kept_bytes and isinstance(self.decoder, FastDecoder):
             self._kept[row.request.trajectory] = row, self.decoder.copy_row(index, row.position)
             while sum(states.nbytes for _, states in self._kept.values()) > self._kept_bytes:
                 del self._kept[next(iter(self._kept))]
@@ -221,10 +228,23 @@ class DecodeBatch:
         """One token for every row."""
         last = [row.token_ids[-1] if row.token_ids else row.request.prompt_ids[-1] for row in self.rows]
         positions = np.array([row.position for row in self.rows])
-        logits = self.decoder.decode(np.array(last, np.int64), positions)
+        with self._routing(self.rows):
+            logits = self.decoder.decode(np.array(last, np.int64), positions)
         self.totals["decode_steps"] += 1
         self.totals["decode_rows"] += len(self.rows)
         self._draw(logits, 0, version)
+
+    def _routing(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
+        """Inside, row i of what the layers are given goes through the adapter of rows[i]."""
+        names = [row.request.adapter for row in rows]
+        if not any(names):
+            return nullcontext()
+        routes: list[tuple[Adapter, Tensor | None]] = []
+        for name in sorted(set(names)):
+            if adapter := self.adapters[name] if name else self._whole.adapter:
+                own = np.flatnonzero([other == name for other in names])
+                routes.append((adapter, None if len(own) == len(names) else self._whole.to_device(own)))
+        return use_adapters(self._whole.model, routes)
 
     def _draw(self, logits: Tensor, first: int, version: int) -> None:
         """One token for each row from `first` on."""
@@ -267,7 +287,7 @@ class DecodeBatch:
 
 
 def _key(row: Row) -> bytes:
-    return np.asarray(row.request.prompt_ids, np.int64).tobytes()
+    return row.request.adapter.encode() + np.asarray(row.request.prompt_ids, np.int64).tobytes()
 
 
 # --- the way a model is run ---------------------------------------------------------------------------------
@@ -313,9 +333,10 @@ def open_decoder(
     max_rows: int = 128,
     autocast_dtype: torch.dtype | None = None,
     compiled: bool = True,
+    adapter: Adapter | None = None,
 ) -> OpenedDecoder:
-    """The fastest decoder whose log-probs agree with the model's own forward on a probe (see TOLERANCE).
-    Without `compiled` none that a compiler makes, which takes minutes.
+    """The fastest decoder, of a model with the adapter, whose log-probs agree with the model's own forward
+    on a probe (see TOLERANCE). Without `compiled` none that a compiler makes, which takes minutes.
 
     Raises ModelError naming what was in the way of each; and for rotary frequencies that change with the
     length within `max_context`, for there is then no one log-prob to agree with.
@@ -326,7 +347,7 @@ def open_decoder(
             f"config.rope_parameters: {limit}, so a token's log-prob would depend on what comes after it; set"
             f" max_context to {limit.tokens} or less"
         )
-    whole = WholeModel(model, autocast_dtype)
+    whole = WholeModel(model, autocast_dtype, adapter)
     config = model.config.get_text_config()
     windows = {getattr(config, name, None) for name in WINDOW_NAMES}  # a prompt leaves each
     longest = min(LONGEST_PROBED_WINDOW + 1, max_context)
@@ -348,7 +369,9 @@ def open_decoder(
         return CachedDecoder(whole)
 
     tolerance, refused = TOLERANCE if whole.is_exact else HALF_TOLERANCE, dict[ForwardPath, str]()
-    for path in PATHS if compiled and whole.device.type == "cuda" else PATHS[1:]:
+    # of adapters that come and go each set would be a program
+    compiled = compiled and whole.device.type == "cuda" and not has_places(model)
+    for path in PATHS if compiled else PATHS[1:]:
         try:
             decoder = make(path)
             lengths = (*PROBE_LENGTHS, *sorted(beyond)) if path == "cached" else PROBE_LENGTHS

@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rollouts.errors import ModelError
 from rollouts.models.layers import evaluation_mode, uncompiled
 from rollouts.models.log_probs import score_logits
+from rollouts.models.lora import Adapter, route_all, use_adapters
 from rollouts.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class FastDecoder:
             # the operator that torch's compiler uses
             and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         )
+        self.mixes = all(self._gated)  # experts are handed all rows as one
         self._max_rows, self._max_context, self._compiled = max_rows, max_context, compiled
         self.drop()
 
@@ -223,11 +225,15 @@ def _round_up(value: int) -> int:
 
 def _linear_by_columns(module: nn.Module, states: Tensor) -> Tensor:
     """module(states) for states [B, in] in any order of memory; the result's transpose is contiguous."""
-    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+    if type(module) is not nn.Linear or module._forward_pre_hooks:
         return module(states)
     # weight @ states.t()
     columns = torch.ops.mkldnn._linear_pointwise(module.weight, states, None, "none", [], "")
-    return columns.t() if module.bias is None else columns.add_(module.bias[:, None]).t()
+    output: Any = columns.t() if module.bias is None else columns.add_(module.bias[:, None]).t()
+    for hook in module._forward_hooks.values():  # what adapters add
+        changed = hook(module, (states,), output)
+        output = output if changed is None else changed
+    return output
 
 
 def _transpose_in_blocks(logits: Tensor) -> Tensor:
@@ -276,8 +282,13 @@ CACHE_NAMES = ("past_key_values", "cache_params")  # what models call their cach
 class WholeModel:
     """A model, what its forward takes, and in which precision it runs."""
 
-    def __init__(self, model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        autocast_dtype: torch.dtype | None,
+        adapter: Adapter | None = None,
+    ) -> None:
+        self.model, self.adapter = model, adapter
         self.parameters = frozenset(inspect.signature(model.forward).parameters)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.device = next(model.parameters()).device
@@ -292,7 +303,8 @@ class WholeModel:
         """
         dtype = self._autocast_dtype
         autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
-        with torch.inference_mode(), autocast, evaluation_mode(self.model):
+        routing = use_adapters(self.model, route_all(self.adapter))
+        with torch.inference_mode(), autocast, evaluation_mode(self.model), routing:
             yield
 
     def to_device(self, values: np.ndarray[Any, Any]) -> Tensor:
