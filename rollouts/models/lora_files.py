@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollouts.config.tables import LoraConfig
 from rollouts.errors import ModelError
-from rollouts.models.directories import naming_errors
+from rollouts.models.directories import ModelHead, naming_errors
 from rollouts.models.lora import PREFIX, Adapter, make_adapter, merge_adapter, prepare_places
 from rollouts.models.safetensors_file import write_safetensors
 from rollouts.models.scalar_head import HEAD, HEAD_WEIGHT, get_scalar_weight, has_scalar_head
@@ -148,6 +148,11 @@ def read_adapter_weights(path: Path) -> dict[str, Tensor]:
         return load_file(path / WEIGHTS_FILE)
 
 
+def find_head(path: Path) -> ModelHead:
+    """Which head the model with the adapter in `path` has. Raises ModelError."""
+    return "scalar" if PREFIX + HEAD_WEIGHT in read_adapter_weights(path) else "tokens"
+
+
 class Base(NamedTuple):
     """What an adapter's directory says of its model."""
 
@@ -177,8 +182,7 @@ def apply_adapter(model: PreTrainedModel, path: Path, base: Path) -> None:
     is the one in `base`. Raises ModelError.
     """
     prepare_places(model, base)
-    scalar = has_scalar_head(model) and any(name.endswith(HEAD_WEIGHT) for name in read_adapter_weights(path))
-    adapter = read_adapter(model, path, scalar=scalar)
+    adapter = read_adapter(model, path, scalar=has_scalar_head(model) and find_head(path) == "scalar")
     merge_adapter(model, adapter)
     if adapter.head is not None:
         with torch.no_grad():
