@@ -46,8 +46,6 @@ def write_merged(source: Path, target: Path, dtype: str | None) -> None:
     from rollouts.models.lora_files import find_head, read_base
 
     base = read_base(source).path
-    stored: Any = dtype or read_text_config(base).get("dtype") or "float32"
+    stored = str(dtype or read_text_config(base).get("dtype") or "float32").removeprefix("torch.")
     model = load_hf_model(source, head=find_head(source))
-    save_hf_model(
-        model, target, load_tokenizer(base), dtype=getattr(torch, str(stored).removeprefix("torch."))
-    )
+    save_hf_model(model, target, load_tokenizer(base), dtype=getattr(torch, stored))
