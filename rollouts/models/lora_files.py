@@ -44,10 +44,10 @@ def is_adapter(path: Path) -> bool:
     return (path / CONFIG_FILE).is_file()
 
 
-def write_adapter(adapter: Adapter, path: Path) -> None:
-    """Writes the directory `path`. Not atomic, not synced. Raises OSError."""
+def write_adapter(adapter: Adapter, path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Writes the directory `path`, with `weights` as the adapter's. Not atomic, not synced. Raises OSError."""
     write_adapter_config(adapter, path)
-    write_safetensors(path / WEIGHTS_FILE, adapter.weights)
+    write_safetensors(path / WEIGHTS_FILE, weights)
 
 
 def write_adapter_config(adapter: Adapter, path: Path) -> None:
