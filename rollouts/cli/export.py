@@ -14,6 +14,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     there, CheckpointError for a checkpoint that is not whole, ModelError for an adapter whose base is gone.
     """
     from rollouts.models.directories import build_directory_once
+    from rollouts.models.load import save_merged
     from rollouts.models.lora_files import is_adapter
 
     source, target = Path(find_run_model(arguments.model)), arguments.to
@@ -22,7 +23,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
     def write(path: Path) -> None:
         if arguments.merge and is_adapter(source):
-            write_merged(source, path, arguments.dtype)
+            save_merged(source, path, arguments.dtype)
             return
         left = {checkpoint_state_dir(source), checkpoint_manifest(source)}
         for file in set(source.iterdir()) - left:
@@ -33,19 +34,3 @@ def run_export(arguments: argparse.Namespace) -> int:
         raise RunDirError(f"{target} is there already; name a new directory")
     print(f"wrote {target}: {', '.join(sorted(path.name for path in target.iterdir()))}")
     return 0
-
-
-def write_merged(source: Path, target: Path, dtype: str | None) -> None:
-    """The base with the adapter in `source` added to its weights, each sum rounded once; without `dtype` in
-    that of the base. Raises ModelError.
-    """
-    import torch
-
-    from rollouts.models.export import save_hf_model
-    from rollouts.models.load import load_hf_model, load_tokenizer, read_text_config
-    from rollouts.models.lora_files import find_head, read_base
-
-    base = read_base(source).path
-    stored = str(dtype or read_text_config(base).get("dtype") or "float32").removeprefix("torch.")
-    model = load_hf_model(source, head=find_head(source))
-    save_hf_model(model, target, load_tokenizer(base), dtype=getattr(torch, stored))

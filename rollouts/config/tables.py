@@ -86,6 +86,9 @@ class AlertConfig(Section):
         }
 
 
+ALL_LINEAR = "all-linear"
+
+
 class LoraConfig(Section):
     """Small matrices beside the model's, which alone train: W + alpha/rank · B·A; docs/lora.md."""
 
@@ -93,7 +96,7 @@ class LoraConfig(Section):
     """columns of B and rows of A"""
     alpha: PositiveFloat = 32.0
     """the product counts alpha/rank times"""
-    targets: Annotated[list[str], Once, Field(min_length=1)] = ["all-linear"]
+    targets: Annotated[list[str], Once, Field(min_length=1)] = [ALL_LINEAR]
     """ends of names of what is adapted, as ["q_proj", "v_proj"]; all-linear: every linear layer and every
     stack of experts, but not the head
     """

@@ -45,7 +45,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def write_adapter(adapter: Adapter, path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Writes the directory `path`, with `weights` as the adapter's. Not atomic, not synced. Raises OSError."""
+    """The directory `path`, with `weights` as the adapter's. Not atomic, not synced. Raises OSError."""
     write_adapter_config(adapter, path)
     write_safetensors(path / WEIGHTS_FILE, weights)
 

@@ -109,7 +109,7 @@ def look_at_run(
         findings.note("ok", "model.device", "on the CPU" if gpu_bytes is None else "on a GPU")
     present = [stage for stage in stages if getattr(config, stage)]
     with findings.reporting("memory"):
-        size = read_model_size(run.base_model) if run.tokenizer else None
+        size = read_model_size(run.base_model, config.model.lora) if run.tokenizer else None
         teacher = read_model_size(run.teacher) if run.teacher else None
         if size:
             for stage in present:
