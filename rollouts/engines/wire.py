@@ -18,6 +18,7 @@ import httpx
 import msgspec
 import numpy as np
 import trio
+from safetensors import safe_open
 
 from rollouts.engines.http import HttpClient
 from rollouts.errors import (
@@ -29,12 +30,12 @@ from rollouts.errors import (
     ReplyError,
     RequestRefused,
 )
-from rollouts.models.directories import list_tensors
+from rollouts.models.directories import list_tensors, naming_errors
 from rollouts.processes.nurseries import run_all
 from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray
 
 T = TypeVar("T")
-SHOWN_BYTES = 200  # of an answer, in an error message
+SHOWN_BYTES = 600  # of an answer, in an error message
 UNKNOWN_VERSION = -1  # weights that were never named
 LOWEST_LOG_PROB = -9000.0  # no token is that unlikely; vLLM writes −9999 for NaN, −infinity and none
 HIGHEST_LOG_PROB = 1e-3  # rounding may lift a certain token a little above 0
@@ -310,6 +311,16 @@ TensorShapes = Mapping[str, tuple[int, ...]]
 def read_tensor_shapes(path: Path) -> TensorShapes:
     """Name → shape of every tensor in a model directory. Raises ModelError as list_tensors."""
     return {tensor.name: tensor.shape for tensor in list_tensors(path)}
+
+
+def read_adapter_shapes(path: Path) -> TensorShapes:
+    """Name → shape of every tensor in a PEFT directory. Raises ModelError for a file that is missing or
+    cut.
+    """
+    file = path / "adapter_model.safetensors"
+    with naming_errors(f"{file} cannot be read"), safe_open(file, "np") as opened:
+        names = opened.keys()
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
 
 
 def find_tensor_shapes(path: Path) -> TensorShapes | None:
