@@ -100,7 +100,7 @@ class ServerInfo(Struct):
 
 
 class Model(Struct):
-    max_model_len: int
+    max_model_len: int | None  # None: an adapter
 
 
 class RankWork(Struct):
@@ -359,7 +359,7 @@ def open_sglang_engine(
             models = await server.read("/v1/models", list[Model], "data")
         info = await read_server_info(server)
         served = read_vocab_size(Path(model.model_path))
-        longest = max([one.max_model_len for one in models], default=0)
+        longest = max([one.max_model_len or 0 for one in models], default=0)
         needed = context_length or longest
         refuse_settings(
             server.name,
