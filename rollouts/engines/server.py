@@ -33,7 +33,6 @@ from rollouts.engines.wire import (
     check_same_model,
     make_empty_completion,
     parse_version,
-    read_adapter_shapes,
     read_tensor_shapes,
 )
 from rollouts.errors import (
@@ -300,18 +299,20 @@ class ServerEngine:
         if is_adapter and not self.features.adapters:
             gaps = " ".join(gap for gap in self.features.gaps if "adapter" in gap)
             raise EngineError(f"{self.features.name} cannot load the adapter {path}. {gaps}")
-        try:
-            read = read_adapter_shapes if is_adapter else read_tensor_shapes
-            shapes = await trio.to_thread.run_sync(read, path)
-            if dialect.shapes is not None and not is_adapter:
-                check_same_model(shapes, dialect.shapes, path=path)
-        except ModelError as error:
-            raise EngineError(f"{self.features.name} was sent nothing: {error}") from error
         if is_adapter or dialect.adapter is not None:
             if not self._paused:
                 raise EngineError(f"{self.features.name} generates; call pause() before its adapter changes")
             await self.abort_all()
-        await (dialect.load_adapter if is_adapter else dialect.load_weights)(path, version)
+        if is_adapter:  # one that is damaged harms no server: it is read before anything is changed
+            await dialect.load_adapter(path, version)
+            return {"version": version}
+        try:
+            shapes = await trio.to_thread.run_sync(read_tensor_shapes, path)
+            if dialect.shapes is not None:
+                check_same_model(shapes, dialect.shapes, path=path)
+        except ModelError as error:
+            raise EngineError(f"{self.features.name} was sent nothing: {error}") from error
+        await dialect.load_weights(path, version)
         return {"version": version, "tensors": len(shapes)}
 
     def _refuse_update(self, *args: object, **options: object) -> NoReturn:

@@ -225,8 +225,7 @@ class SGLangServer(Dialect):
         }
         await self._update("/update_weights_from_disk", body)
         self._set_salt()
-        before, self.adapter = self.adapter, None
-        await self._unload([before] if before else [])
+        self.adapter = None  # it stays in the server until the next one comes
 
     async def load_adapter(self, path: Path, version: int) -> None:
         """The one before is unloaded, and what a trainer before this one left. The server reads an adapter
@@ -240,15 +239,9 @@ class SGLangServer(Dialect):
         self.adapter = name
         self._set_salt()
         await self._name_weights(str(version))
-        await self._unload(
-            [one for one in loaded.loaded_adapters if one.startswith(ADAPTER_PREFIX) and one != name]
-        )
-
-    async def _unload(self, adapters: Sequence[str]) -> None:
-        """Waits for those who use them: nobody does."""
-        for adapter in adapters:
-            with suppress(EngineError):  # a server that was started again has lost it
-                await self.server.control("/unload_lora_adapter", {"lora_name": adapter})
+        for other in loaded.loaded_adapters:
+            if other.startswith(ADAPTER_PREFIX) and other != name:  # waits for those who use it: nobody does
+                await self._update("/unload_lora_adapter", {"lora_name": other})
 
     async def _name_weights(self, name: str) -> None:
         named = {"new_version": name, "abort_all_requests": False}
@@ -373,31 +366,7 @@ def open_sglang_engine(
                 f" --context-length {needed}": needed > longest,
             },
         )
-        seeds, frees_memory = info.enable_deterministic_inference, info.enable_memory_saver
-        adapter_rank = info.max_lora_rank or 0 if info.enable_lora else 0
-        gaps = {
-            "A request with stop tokens ends at the model's own end-of-text tokens as well.": True,
-            "A request's seed is ignored: the server was started without --enable-deterministic-inference,"
-            " which not all backends have.": not seeds,
-            "Memory is not given back: the server was started without --enable-memory-saver.": (
-                not frees_memory
-            ),
-            "It serves no adapters: they take --enable-lora, --max-lora-rank and --lora-target-modules.": (
-                not adapter_rank
-            ),
-        }
-        features = EngineFeatures(
-            vocab_size=vocab_size,
-            context_length=needed,
-            deterministic=seeds,
-            name=server.name,
-            seeds=seeds,
-            checksum=True,
-            adapters=adapter_rank > 0,
-            max_adapter_rank=adapter_rank,
-            frees_memory=frees_memory,
-            gaps=list_true(gaps),
-        )
+        features = _describe_features(server.name, info, vocab_size, needed)
         least = info.max_req_input_len
         ends_at = longest - RESERVED if least is None else least + LEAST_ANSWER
         shapes = await trio.to_thread.run_sync(find_tensor_shapes, Path(model.model_path))
@@ -406,6 +375,32 @@ def open_sglang_engine(
         return dialect
 
     return open_server_engine(url, shake_hands, kind="sglang", health_path="/ready", **options)
+
+
+def _describe_features(name: str, info: ServerInfo, vocab_size: int, context_length: int) -> EngineFeatures:
+    seeds, frees_memory = info.enable_deterministic_inference, info.enable_memory_saver
+    adapter_rank = info.max_lora_rank or 0 if info.enable_lora else 0
+    gaps = {
+        "A request with stop tokens ends at the model's own end-of-text tokens as well.": True,
+        "A request's seed is ignored: the server was started without --enable-deterministic-inference,"
+        " which not all backends have.": not seeds,
+        "Memory is not given back: the server was started without --enable-memory-saver.": (not frees_memory),
+        "It serves no adapters: they take --enable-lora, --max-lora-rank and --lora-target-modules.": (
+            not adapter_rank
+        ),
+    }
+    return EngineFeatures(
+        vocab_size=vocab_size,
+        context_length=context_length,
+        deterministic=seeds,
+        name=name,
+        seeds=seeds,
+        checksum=True,
+        adapters=adapter_rank > 0,
+        max_adapter_rank=adapter_rank,
+        frees_memory=frees_memory,
+        gaps=list_true(gaps),
+    )
 
 
 async def _check_temperature(dialect: SGLangServer) -> None:

@@ -307,8 +307,8 @@ def open_vllm_engine(
             models = await server.read("/v1/models", list[ServedModel], "data")
         refuse_settings(server.name, {"serves no model": not models})
         info = await read_info(server, context_length)
-        config, lora = info.vllm_config, info.vllm_config.lora_config
-        model, transfer = config.model_config, config.weight_transfer_config or {}
+        config = info.vllm_config
+        model, lora, transfer = config.model_config, config.lora_config, config.weight_transfer_config or {}
         on_cpu = config.device_config.get("device") == "cpu"
         # A prompt that is computed in parts is sampled from after each part, and all but the last draw are
         # taken back. vLLM 0.32 takes them back by setting the generator's offset, which one on a CPU does not
@@ -320,12 +320,8 @@ def open_vllm_engine(
             "memory is not given back: that takes a GPU and --enable-sleep-mode": not frees_memory,
             "no seeds: on a CPU they end the server where prompts are computed in parts; start it with"
             " --no-enable-chunked-prefill": not seeds,
-            "the checksum leaves out parameters that a CPU keeps packed: prove an update by log-probs too": (
-                on_cpu
-            ),
-            "no adapters: they take --enable-lora, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1": (
-                not adapters
-            ),
+            "the checksum lacks parameters that a CPU keeps packed: prove an update by log-probs too": on_cpu,
+            "no adapters: they take --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1": not adapters,
         }
         features = EngineFeatures(
             vocab_size=vocab_size,

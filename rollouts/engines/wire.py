@@ -18,7 +18,6 @@ import httpx
 import msgspec
 import numpy as np
 import trio
-from safetensors import safe_open
 
 from rollouts.engines.http import HttpClient
 from rollouts.errors import (
@@ -30,7 +29,7 @@ from rollouts.errors import (
     ReplyError,
     RequestRefused,
 )
-from rollouts.models.directories import list_tensors, naming_errors
+from rollouts.models.directories import list_tensors
 from rollouts.processes.nurseries import run_all
 from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray
 
@@ -311,16 +310,6 @@ TensorShapes = Mapping[str, tuple[int, ...]]
 def read_tensor_shapes(path: Path) -> TensorShapes:
     """Name → shape of every tensor in a model directory. Raises ModelError as list_tensors."""
     return {tensor.name: tensor.shape for tensor in list_tensors(path)}
-
-
-def read_adapter_shapes(path: Path) -> TensorShapes:
-    """Name → shape of every tensor in a PEFT directory. Raises ModelError for a file that is missing or
-    cut.
-    """
-    file = path / "adapter_model.safetensors"
-    with naming_errors(f"{file} cannot be read"), safe_open(file, "np") as opened:
-        names = opened.keys()
-        return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
 
 
 def find_tensor_shapes(path: Path) -> TensorShapes | None:

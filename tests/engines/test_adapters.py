@@ -118,14 +118,19 @@ async def test_adapters_and_whole_weights_follow_each_other_while_requests_are_i
         assert engine.features.checksum and await engine.checksum() != base_sum
 
 
-async def test_an_adapter_of_too_large_a_rank_is_refused_in_the_servers_words(
+async def test_an_adapter_that_cannot_be_served_is_refused_in_the_servers_words_and_the_one_before_stays(
     server: RunningServer, snapshots: Snapshots, tmp_path: Path
 ):
     model = make_adapter(snapshots[0], tmp_path / "fits", seed=1)
     make_adapter(snapshots[0], tmp_path / "large", seed=1, rank=64)
+    make_adapter(snapshots[0], tmp_path / "cut", seed=2)
+    weights = tmp_path / "cut" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
     async with open_engine(server) as engine:
         await bring(engine, snapshots[0], 20)
         await bring(engine, tmp_path / "fits", 21)
         with pytest.raises(EngineError, match=r"max.lora.rank"):
             await bring(engine, tmp_path / "large", 22)
+        with pytest.raises(EngineError, match="load_lora_adapter gave"):
+            await bring(engine, tmp_path / "cut", 22)
         await assert_serves(engine, model, 21)

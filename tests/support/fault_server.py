@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import trio
 
+from rollouts.engines.server import ADAPTER_PREFIX
 from rollouts.engines.sglang import open_sglang_engine
 from rollouts.engines.vllm import SERVER_PREFIX, open_vllm_engine
 from rollouts.types import GenerateRequest, SamplingParams
@@ -264,10 +265,11 @@ async def _generate_vllm(process: SimulatedProcess, body: dict[str, Any]) -> Rep
     server_id = SERVER_PREFIX + str(body.get("request_id") or f"unnamed-{process.requests}")
     if any(not 0 <= token < process.vocab_size for token in ids):
         raise BadAnswer(400, f"Token id {max(ids)} is out of vocabulary")
-    model = body["model"]
-    if model != "policy" and model not in process.adapters:
+    model = body.get("model", "")
+    adapter = model if model.startswith(ADAPTER_PREFIX) else None
+    if adapter is not None and adapter not in process.adapters:
         raise BadAnswer(404, f"The model `{model}` does not exist")
-    answer = await _answer(process, server_id, ids, params, None if model == "policy" else model)
+    answer = await _answer(process, server_id, ids, params, adapter)
     entries = [  # what is no number is written as −9999
         {"token_id": token, "logprob": log_prob if math.isfinite(log_prob) else -9999.0, "rank": 1}
         for token, log_prob in zip(answer.ids, answer.log_probs, strict=False)
