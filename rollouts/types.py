@@ -352,13 +352,6 @@ class EngineFeatures:
     gaps: tuple[str, ...] = ()  # a sentence for each thing that it cannot do
 
 
-class EngineLoad(NamedTuple):
-    """How busy an engine is."""
-
-    running: int  # requests being decoded
-    waiting: int  # requests that the engine has taken and not begun
-
-
 @dataclass(frozen=True, slots=True)
 class RewardResult:
     """A reward with its parts and a remark that ends up in the sample's record."""

@@ -47,7 +47,7 @@ from rollouts.errors import (
 )
 from rollouts.models.limits import check_request
 from rollouts.protocols import PauseMode
-from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest, SamplingParams
+from rollouts.types import Completion, EngineFeatures, GenerateRequest, SamplingParams
 
 # for a server to answer what it was told to abort; after it the connection is closed, which aborts too
 ABORT_GRACE_S = 5.0
@@ -327,11 +327,6 @@ class ServerEngine:
 
     async def health(self) -> bool:
         return not self._closed and await self.dialect.server.health()
-
-    async def load(self) -> EngineLoad:
-        """What was sent, and what waits here."""
-        await trio.lowlevel.checkpoint()
-        return EngineLoad(**self.statistics())
 
     async def release_memory(self) -> None:
         """Gives memory back. Raises EngineError where the server cannot, and unless it is paused and idle."""
