@@ -90,12 +90,18 @@ async def open_local_engine(
             raise EngineError(rule)
 
     def open_on_device() -> OpenedDecoder:
-        own, added, options = model, adapter, {"max_context": context, "max_rows": max_rows}
+        own, added = model, adapter
         if mode == "copied" and adapter is not None:
             added = copy_adapter(adapter)
         elif mode == "copied":
             own = copy.deepcopy(model).eval().requires_grad_(False)
-        return open_decoder(own, adapter=added, autocast_dtype=autocast_dtype, **options)
+        return open_decoder(
+            own,
+            max_context=context,
+            max_rows=max_rows,
+            autocast_dtype=autocast_dtype,
+            adapter=added,
+        )
 
     opened = await device_thread.submit(open_on_device)
     features = EngineFeatures(
