@@ -1,4 +1,4 @@
-"""Adapters that train in a backend: the promises of every backend, and those of adapters that share a base."""
+"""Adapters that train in a backend: the promises of every backend, and of adapters that share a base."""
 
 import inspect
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
