@@ -194,8 +194,8 @@ async def open_pytorch_backend(
     directory the head is new, and 0. lora: an adapter of the model trains, from lora.init_from if that is set
     (see rollouts.models.lora). beside: another adapter's backend, whose model this one shares; adapters are
     opened and closed while others train. Which layout of a batch is exact for the model is found out here,
-    with a few tokens. Raises
-    ModelError if the directory cannot be trained, ConfigError for settings that do not go together.
+    with a few tokens. Raises ModelError if the directory cannot be trained, ConfigError for settings that do
+    not go together.
     """
     async with open_trainer_thread(
         model_path, NoOtherRanks(), Ranks(0, 1, 1, torch.device(device)), device_thread, beside, settings
