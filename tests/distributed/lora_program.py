@@ -14,6 +14,7 @@ import torch
 import trio
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rollouts.backends.fsdp import open_fsdp_backend
 from rollouts.config.tables import LoraConfig, OptimConfig
@@ -49,6 +50,8 @@ async def train_adapters(open_backend: Callable[..., Any], case: Case) -> tuple[
         open_backend(path, beside=policy, head="scalar", **settings) as critic,
     ):
         both = {"policy": (policy, SPECS["grpo"]), "critic": (critic, SPECS["value"])}
+        sharded = all(isinstance(one, DTensor) for one in policy.model.parameters())
+        assert sharded or policy.ranks.world_size == 1
         frozen = [get_local(one).clone() for one in policy.model.parameters()]
         start = np.concatenate(await policy.forward(make_batch()))  # every rank's shards have a part in it
         for name, (backend, _) in both.items():
