@@ -113,10 +113,10 @@ async def open_trainer_thread(
     `beside` one, with its model. The other ranks open theirs. Raises ModelError, and ConfigError for settings
     that do not go together.
     """
-    device_thread = beside.device_thread if beside else device_thread
     own, options = divide_settings(settings, ranks)
     if device_thread is not None:
         options |= {"threads": None, "seed": None}
+    device_thread = beside.device_thread if beside else device_thread
     scalar = options.get("head") == "scalar"
     number = 0 if device_thread is None else next(NUMBERS)
 
@@ -195,13 +195,14 @@ async def open_pytorch_backend(
     give the same bits every time. gradient_checkpointing: layers keep their input only and are computed again
     for the gradient: the same gradients for less memory and about a third more time. compile_backend: of
     torch.compile, which then runs the layers ("inductor"), after it took its time to make their programs;
-    log-probs and gradients are the same to rounding. seed: of torch's own generator, from which only a user's
-    loss may draw: the model is in evaluation mode, so dropout is off. head: "scalar" makes a critic or a
-    reward model of it, with one number for each position; of a causal model's directory the head is new, and
-    0. lora: an adapter of the model trains, from lora.init_from if that is set (see rollouts.models.lora).
-    beside: another adapter's backend, whose model this one shares; adapters are opened and closed while
-    others train. Which layout of a batch is exact for the model is found out here, with a few tokens. Raises
-    ModelError if the directory cannot be trained, ConfigError for settings that do not go together.
+    log-probs and gradients are the same to rounding. seed: of a new adapter, and of torch's own generator,
+    from which only a user's loss and an adapter's dropout draw: the model is in evaluation mode. head:
+    "scalar" makes a critic or a reward model of it, with one number for each position; of a causal model's
+    directory the head is new, and 0. lora: an adapter of the model trains, from lora.init_from if that is set
+    (see rollouts.models.lora). beside: another adapter's backend, whose model this one shares; adapters are
+    opened and closed while others train. Which layout of a batch is exact for the model is found out here,
+    with a few tokens. Raises ModelError if the directory cannot be trained, ConfigError for settings that do
+    not go together.
     """
     async with open_trainer_thread(
         model_path, NoOtherRanks(), Ranks(0, 1, 1, torch.device(device)), device_thread, beside, settings

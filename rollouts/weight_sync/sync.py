@@ -370,9 +370,11 @@ async def open_synced_fleet(
     probe = make_probe(vocab_size, tolerance=choose_tolerance(exact=exact))
     open_transport: Any = nullcontext()
     if config.transport != "disk" and lora is None:  # an adapter is a small file
-        sent_as = None if dtype is None else getattr(torch, dtype)
-        kind = "vllm" if config.kind == "vllm" else "sglang"
-        open_transport = open_broadcast(kind, wire=choose_wire(config, device), dtype=sent_as)
+        open_transport = open_broadcast(
+            "vllm" if config.kind == "vllm" else "sglang",
+            wire=choose_wire(config, device),
+            dtype=None if dtype is None else getattr(torch, dtype),
+        )
     async with (
         open_server_fleet(
             config,
@@ -406,14 +408,14 @@ async def open_synced_fleet(
             spans=spans,
         )
         nursery.start_soon(sync.keep_engines_current)
+        yield fleet, partial(sync_members, fleet, sync)
 
-        async def sync_members(*step: Any, **options: Any) -> Mapping[str, float]:
-            """Waits for a member that can be updated, and has the fleet's statistics as metrics."""
-            await fleet.wait_members_for_update()
-            metrics = await sync(*step, **options)
-            return {**metrics, **{make_metric_name(key): value for key, value in fleet.statistics().items()}}
 
-        yield fleet, sync_members
+async def sync_members(fleet: Fleet, sync: WeightSync, *step: Any, **options: Any) -> Mapping[str, float]:
+    """Waits for a member that can be updated, and has the fleet's statistics as metrics."""
+    await fleet.wait_members_for_update()
+    metrics = await sync(*step, **options)
+    return {**metrics, **{make_metric_name(key): value for key, value in fleet.statistics().items()}}
 
 
 def make_metric_name(name: str) -> str:
