@@ -24,6 +24,7 @@ from rollouts.models.directories import ModelHead, naming_errors
 from rollouts.models.lora import PREFIX, Adapter, make_adapter, merge_adapter, prepare_places
 from rollouts.models.safetensors_file import write_safetensors
 from rollouts.models.scalar_head import HEAD, HEAD_WEIGHT, get_scalar_weight, has_scalar_head
+from rollouts.models.sharded import make_meta_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -146,6 +147,18 @@ def read_adapter_weights(path: Path) -> dict[str, Tensor]:
     """Every matrix by its name in the file. Raises ModelError."""
     with naming_errors(f"{path / WEIGHTS_FILE} cannot be read"):
         return load_file(path / WEIGHTS_FILE)
+
+
+def count_adapter(config: LoraConfig, base: Path) -> int:
+    """Parameters of an adapter of the model in `base`, of which no weights are loaded. Raises ModelError
+    unless the config, and the adapter that it starts from, fit that model.
+    """
+    model = make_meta_model(base, dtype=torch.float32, head="tokens")
+    prepare_places(model, base)
+    adapter = make_adapter(model, config)
+    if config.init_from:
+        load_adapter(adapter, Path(config.init_from))
+    return sum(weight.numel() for weight in adapter.weights.values())
 
 
 def find_head(path: Path) -> ModelHead:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollouts.config.schema import REFERENCE_FREE, RunConfig
-from rollouts.config.tables import ALL_LINEAR, LoraConfig
 from rollouts.loops.algorithm import needs_reference
 from rollouts.models.directories import list_tensors, naming_errors
 from rollouts.models.host_memory import read_free_memory
@@ -45,21 +44,12 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
         return config.get("text_config", config)
 
 
-def read_model_size(model_dir: Path, lora: LoraConfig | None = None) -> ModelSize | None:
+def read_model_size(model_dir: Path) -> ModelSize | None:
     """From config.json and the headers of the safetensors files; None if either does not say. Raises
     ModelError for a file that is damaged.
     """
-    from rollouts.reference.quantize import ENDS, count_bytes_by_headers
-
-    config, tensors = read_model_config(model_dir), list_tensors(model_dir)
-    parameters = sum(math.prod(tensor.shape) for tensor in tensors)
-    adapted = [
-        sum(tensor.shape[-2:])
-        for tensor in tensors
-        for target in (lora.targets if lora else ())
-        if len(tensor.shape) == 2 and not any(part in tensor.name for part in ENDS)
-        if target == ALL_LINEAR or tensor.name.endswith(f".{target}.weight")
-    ]
+    config = read_model_config(model_dir)
+    parameters = sum(math.prod(tensor.shape) for tensor in list_tensors(model_dir))
     try:
         hidden, heads, layers = (
             int(config[name]) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
@@ -69,12 +59,7 @@ def read_model_size(model_dir: Path, lora: LoraConfig | None = None) -> ModelSiz
         key_value = int(config.get("num_key_value_heads") or heads) * head_dim
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    if not parameters:
-        return None
-    rank, base = (lora.rank, count_bytes_by_headers(model_dir, lora.base)) if lora else (0, 0)
-    return ModelSize(
-        parameters, layers, hidden, inner, heads * head_dim, key_value, rank * sum(adapted), base
-    )
+    return ModelSize(parameters, layers, hidden, inner, heads * head_dim, key_value) if parameters else None
 
 
 # --- memory -------------------------------------------------------------------------------------------------
