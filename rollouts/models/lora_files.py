@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "base.json"
 MEASURED = ("score_mean", "score_std")  # what the stage reward_model adds to a model's config
 NAMES_SHOWN = 3
+HEADS = {HEAD, "classifier"}  # what PEFT saves of a model that scores: whichever the model has
 # settings of PEFT that change nothing of what an adapter computes once it is there, and those that are read
 HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "lora_dropout",
@@ -89,7 +90,7 @@ def read_adapter_config(path: Path) -> LoraConfig:
         if odd.pop("bias", "none") != "none":
             odd["bias"] = config["bias"]
         scaled = odd.pop("use_rslora", False)
-        if config["peft_type"] != "LORA" or odd or set(config.get("modules_to_save") or ()) - {HEAD}:
+        if config["peft_type"] != "LORA" or odd or set(config.get("modules_to_save") or ()) - HEADS:
             raise ModelError(
                 f"{file} asks for {odd or config.get('modules_to_save')} (peft_type={config['peft_type']!r}),"
                 " which is not computed here; use a plain LoRA adapter"
