@@ -24,6 +24,7 @@ from rollouts.models.directories import naming_errors
 from rollouts.models.lora import PREFIX, Adapter, make_adapter, merge_adapter, prepare_places
 from rollouts.models.safetensors_file import write_safetensors
 from rollouts.models.scalar_head import HEAD, HEAD_WEIGHT, get_scalar_weight, has_scalar_head
+from rollouts.models.sharded import make_meta_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -140,6 +141,17 @@ def load_adapter(adapter: Adapter, path: Path) -> None:
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(found[name])
+
+
+def check_lora(config: LoraConfig, base: Path) -> None:
+    """Raises ModelError unless the config, and the adapter that it starts from, fit the model in `base`.
+    Loads no weights of the model.
+    """
+    model = make_meta_model(base, dtype=torch.float32, head="tokens")
+    prepare_places(model, base)
+    adapter = make_adapter(model, config)
+    if config.init_from:
+        load_adapter(adapter, Path(config.init_from))
 
 
 def read_adapter_weights(path: Path) -> dict[str, Tensor]:

@@ -59,6 +59,7 @@ def prepare_run(config: RunConfig, stages: Sequence[str], run_dir: RunDir, findi
     run's config has steps in place of epochs.
     """
     from rollouts.models.load import load_tokenizer, resolve_model
+    from rollouts.models.lora_files import check_lora
 
     rows = load_all_rows(config, stages, findings)
     functions = load_functions(config, stages, findings)
@@ -79,7 +80,8 @@ def prepare_run(config: RunConfig, stages: Sequence[str], run_dir: RunDir, findi
             check_tokens(run.against, "eval.against", run.tokenizer)
         run.prepared = prepare_rows(config, rows, run.tokenizer, context_length, findings)
         with findings.reporting("model.lora"):
-            check_adapter(config, run.base_model)
+            if config.model.lora:
+                check_lora(config.model.lora, run.base_model)
         with findings.reporting("output.dir"):
             saved = load_recorded(run_dir.config) if run_dir.config.exists() else None
             run.config = count_epochs(config, rows, run.prepared, saved, findings)
@@ -253,22 +255,6 @@ def check_written_run(run_dir: RunDir, *, deep: bool) -> Findings:
     else:
         findings.note("warning", "checkpoints", "none: a run that dies now begins anew")
     return findings
-
-
-def check_adapter(config: RunConfig, base: Path) -> None:
-    """Raises ModelError unless model.lora, and the adapter that it starts from, fit the model in `base`."""
-    import torch
-
-    from rollouts.models.lora import make_adapter, prepare_places
-    from rollouts.models.lora_files import load_adapter
-    from rollouts.models.sharded import make_meta_model
-
-    if lora := config.model.lora:
-        model = make_meta_model(base, dtype=torch.float32, head="tokens")
-        prepare_places(model, base)
-        adapter = make_adapter(model, lora)
-        if lora.init_from:
-            load_adapter(adapter, Path(lora.init_from))
 
 
 # --- models beside the policy -------------------------------------------------------------------------------
