@@ -55,26 +55,25 @@ def write_adapter(adapter: Adapter, path: Path, weights: Mapping[str, Tensor]) -
 def write_adapter_config(adapter: Adapter, path: Path) -> None:
     """All of an adapter's directory but its weights. Raises OSError."""
     path.mkdir(parents=True, exist_ok=True)
-    stacks = sorted(name for name, place in adapter.places.items() if place.experts)
+    of = adapter.of
+    stacks = sorted(name for name in adapter.pairs if adapter.of.places[name].experts)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if adapter.head is None else "SEQ_CLS",
-        "base_model_name_or_path": str(adapter.base),
+        "base_model_name_or_path": str(of.base),
         "inference_mode": True,
         "r": adapter.config.rank,
         "lora_alpha": adapter.config.alpha,
         "lora_dropout": adapter.config.dropout,
         "bias": "none",
-        "fan_in_fan_out": any(place.turned and not place.experts for place in adapter.places.values()),
-        "target_modules": list(adapter.target_modules),
+        "fan_in_fan_out": any(of.places[name].turned for name in adapter.pairs.keys() - {*stacks}),
+        "target_modules": adapter.target_modules,
         "target_parameters": stacks or None,
         "modules_to_save": None if adapter.head is None else [HEAD],
     }
     # of a reward model of scores
-    measured = {
-        name: one for name in MEASURED if (one := getattr(adapter.model_config, name, None)) is not None
-    }
-    base = {"path": str(adapter.base), "files": dict(adapter.digests), "config": measured}
+    measured = {name: one for name in MEASURED if (one := getattr(of.model_config, name, None)) is not None}
+    base = {"path": str(of.base), "files": dict(of.digests), "config": measured}
     for name, content in ((CONFIG_FILE, config), (BASE_FILE, base)):
         (path / name).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
@@ -117,10 +116,10 @@ def load_adapter(adapter: Adapter, path: Path) -> None:
                 " set it to the former"
             )
     base = read_base(path)
-    if base.files is not None and base.files != adapter.digests:
+    if base.files is not None and base.files != adapter.of.digests:
         raise ModelError(
-            f"{path} is an adapter of the model that was at {base.path}, and the model at {adapter.base} has"
-            " other files (base.json has their digests); use the model that it was trained on"
+            f"{path} is an adapter of the model that was at {base.path}; that at {adapter.of.base} has other"
+            " files (base.json has their digests); use the model that it was trained on"
         )
     found, weights = read_adapter_weights(path), adapter.weights
     head = PREFIX + HEAD_WEIGHT
