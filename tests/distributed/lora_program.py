@@ -47,9 +47,10 @@ async def train_adapters(open_backend: Callable[..., Any], case: Case) -> tuple[
     said: list[Any] = []
     async with (
         open_backend(path, **settings) as policy,
-        open_backend(path, beside=policy, head="scalar", **settings) as critic,
+        open_backend(path, beside=policy, **(settings | {"head": "scalar"})) as critic,
     ):
-        both = {"policy": (policy, SPECS["grpo"]), "critic": (critic, SPECS["value"])}
+        own = "value" if "head" in case.options else "grpo"
+        both = {"policy": (policy, SPECS[own]), "critic": (critic, SPECS["value"])}
         sharded = all(isinstance(one, DTensor) for one in policy.model.parameters())
         assert sharded or policy.ranks.world_size == 1
         frozen = [get_local(one).clone() for one in policy.model.parameters()]
