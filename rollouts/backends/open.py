@@ -113,20 +113,11 @@ async def open_trainer_thread(
     `beside` one, with its model. The other ranks open theirs. Raises ModelError, and ConfigError for settings
     that do not go together.
     """
-    names = BackendSettings.__annotations__
-    own: Any = {name: value for name, value in settings.items() if name in names}
-    options: Any = {name: value for name, value in settings.items() if name not in names}
-    options |= {} if device_thread is None else {"threads": None, "seed": None}
+    own, options = divide_settings(settings, ranks)
+    if device_thread is not None:
+        options |= {"threads": None, "seed": None}
     device_thread = beside.device_thread if beside else device_thread
-    # rank 0 chooses the precision: machines may be unlike
-    dtype = choose_autocast_dtype(options.get("autocast", "auto"), str(ranks.device))
-    options["autocast"] = "bfloat16" if dtype else "off"
     scalar = options.get("head") == "scalar"
-    if scalar and own.get("skip_zero_advantage"):
-        raise ConfigError(
-            "skip_zero_advantage=True with head='scalar': a critic learns from rows without an advantage too;"
-            " leave it out"
-        )
     number = 0 if device_thread is None else next(NUMBERS)
 
     def open_part() -> Trainer:
@@ -168,6 +159,22 @@ async def open_trainer_thread(
             yield OpenTrainer(trainer, thread, number, own)
     finally:
         channel.send({"name": "close_backend", "backend": number})
+
+
+def divide_settings(settings: OpenSettings, ranks: Ranks) -> tuple[Any, Any]:
+    """(BackendSettings, TrainerOptions). Raises ConfigError for settings that do not go together."""
+    names = BackendSettings.__annotations__
+    own: Any = {name: value for name, value in settings.items() if name in names}
+    options: Any = {name: value for name, value in settings.items() if name not in names}
+    # rank 0 chooses the precision: machines may be unlike
+    dtype = choose_autocast_dtype(options.get("autocast", "auto"), str(ranks.device))
+    options["autocast"] = "bfloat16" if dtype else "off"
+    if options.get("head") == "scalar" and own.get("skip_zero_advantage"):
+        raise ConfigError(
+            "skip_zero_advantage=True with head='scalar': a critic learns from rows without an advantage too;"
+            " leave it out"
+        )
+    return own, options
 
 
 @asynccontextmanager

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from rollouts.config.tables import LoraConfig
+from rollouts.config.tables import ALL_LINEAR, LoraConfig
 from rollouts.errors import ModelError
 from rollouts.models.directories import compute_model_digests
 from rollouts.models.scalar_head import HEAD_WEIGHT, get_scalar_weight, has_scalar_head
@@ -39,7 +39,6 @@ from rollouts.models.sharded import reshard
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."  # before each name in an adapter's file
 ADAPTERS = "_rollouts_adapters"  # attribute of a model
 EXPERTS = "expert"  # part of the names of modules whose weights of three axes are stacks of matrices
