@@ -275,11 +275,15 @@ def train_adapter(trainer: Trainer, optim: OptimConfig, options: TrainerOptions)
     """One that trains a new adapter of the trainer's model. Collective. Raises AgreedFailure."""
     config, model = LoraConfig.model_validate(options.get("lora")), trainer.model
     make = partial(
-        make_adapter,
+        run_unsharded,  # its own head whole, and where it computes
         model,
-        config,
-        seed=options.get("seed") or 0,
-        scalar=options.get("head") == "scalar",
+        partial(
+            make_adapter,
+            model,
+            config,
+            seed=options.get("seed") or 0,
+            scalar=options.get("head") == "scalar",
+        ),
     )
 
     def open_adapter() -> tuple[Adapter, Adapter | None]:
@@ -290,7 +294,10 @@ def train_adapter(trainer: Trainer, optim: OptimConfig, options: TrainerOptions)
             load_adapter(adapter, Path(config.init_from))
         return both
 
-    adapter, start = run_agreed(trainer.ranks, open_adapter).value
+    try:
+        adapter, start = run_agreed(trainer.ranks, open_adapter).value
+    finally:
+        discard_iteration(model)
     plan = trainer.plan and (trainer.plan if adapter.head is None else trainer.plan._replace(head="scalar"))
     return Trainer(
         model,

@@ -29,7 +29,7 @@ STEPS, HALF = 4, 2
 class Case(NamedTuple):
     """What is trained, and how."""
 
-    model: str
+    model: str  # a directory, or as of find_model
     base: str = "float32"
     options: dict[str, Any] = {}  # of the backend; never changed
     saves: str = ""  # the directory of checkpoints after step HALF
@@ -40,16 +40,19 @@ async def train_adapters(open_backend: Callable[..., Any], case: Case) -> tuple[
     """Losses and norms of a policy and a critic beside it, and the weights of both. A third adapter comes and
     goes between their steps; nobody moves the base by a bit.
     """
-    path = await trio.to_thread.run_sync(find_model, case.model)
+    path = Path(case.model)
+    if not path.is_dir():
+        path = await trio.to_thread.run_sync(find_model, case.model)
     adapter = LoraConfig(rank=4, alpha=8.0, base=case.base).model_dump()  # pyright: ignore[reportArgumentType]
     settings = {"optim": OPTIM, "total_steps": STEPS, "micro_batch_tokens": 160, "lora": adapter}
     settings |= {"autocast": "off", "threads": 1, **case.options}
     said: list[Any] = []
     async with (
         open_backend(path, **settings) as policy,
-        open_backend(path, beside=policy, head="scalar", **settings) as critic,
+        open_backend(path, beside=policy, **(settings | {"head": "scalar"})) as critic,
     ):
-        both = {"policy": (policy, SPECS["grpo"]), "critic": (critic, SPECS["value"])}
+        own = "value" if "head" in case.options else "grpo"
+        both = {"policy": (policy, SPECS[own]), "critic": (critic, SPECS["value"])}
         sharded = all(isinstance(one, DTensor) for one in policy.model.parameters())
         assert sharded or policy.ranks.world_size == 1
         frozen = [get_local(one).clone() for one in policy.model.parameters()]

@@ -15,7 +15,7 @@ from rollouts.cli import main as rollouts
 from rollouts.metrics.jsonl import read_rows
 from rollouts.models.load import load_hf_model
 from tests.e2e import test_pipeline as pipeline
-from tests.e2e.conftest import Train
+from tests.e2e.conftest import Train, read_tiny
 from tests.e2e.kill_jobs import make_job
 from tests.support.kill_harness import Cut, Job, open_kill_harness
 
@@ -153,3 +153,12 @@ def test_what_cannot_train_is_refused_before_it_does(trained: Path, train: Train
         out = tmp_path / "run"
         done = train.fork(train.arguments(out, *shlex.split(flags), mode="rl"), out, code=2)
         assert expected in done.stderr and not out.exists(), done.stderr
+
+
+def test_dropout_goes_on_drawing_where_it_was(train: Train, tmp_path: Path):
+    config = tmp_path / "sft.toml"
+    config.write_text(read_tiny().partition("[rl]")[0])
+    flags = f"{LORA} --model.lora.dropout 0.5 --model.gradient_checkpointing true --sft.steps 6"
+    argv = ["--config", str(config), "--mode", "sft", *shlex.split(flags), "--output.checkpoint_every", "2"]
+    rows, *_ = train.run_whole_and_parts(argv, tmp_path, "sft:3")
+    assert len({row["loss/total"] for row in rows}) == 6
