@@ -148,6 +148,12 @@ def has_places(model: nn.Module) -> bool:
     return hasattr(model, ADAPTERS)
 
 
+def check_places(adapter: Adapter, model: nn.Module) -> None:
+    """Raises ModelError for an adapter of another model, which would do nothing in this one."""
+    if not adapter.places.items() <= getattr(model, ADAPTERS).places.items():
+        raise ModelError(f"it is an adapter of another model, the one of {adapter.base}")
+
+
 def choose_places(model: nn.Module, targets: Sequence[str]) -> dict[str, Place]:
     """The places that the targets name, by the rule of PEFT: a whole name, or the end of one behind a dot.
     Raises ModelError for a target that names none.
