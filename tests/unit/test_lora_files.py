@@ -125,5 +125,5 @@ def test_a_file_that_is_cut_is_refused_and_changes_nothing(kept: int, tmp_path: 
     save_random(model, base, tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(ModelError, match="adapter_model.safetensors cannot be read"):
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors cannot be read"):
         load_hf_model(tmp_path)
