@@ -1,7 +1,7 @@
 """The embedded engine with adapters: the trainer's as it trains, a copy of it, and many at once by name."""
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from tests.unit.test_local_engine import after_steps, generate_all, make_request
 
 torch.set_num_threads(1)
 Adapters = dict[str, Adapter]
+REQUEST = make_request(prompt=(5, 6, 7), max_new_tokens=20)
 
 
 @asynccontextmanager
@@ -47,12 +48,21 @@ def check_log_probs(model: Any, adapters: Adapters, request: GenerateRequest, an
     np.testing.assert_allclose(answer.log_probs, wanted, atol=1e-4)
 
 
+def start_later(engine: LocalEngine, nursery: trio.Nursery, work: Callable[[], Awaitable[object]]) -> None:
+    """`work` begins after five decode steps."""
+
+    async def start() -> None:
+        nursery.start_soon(work)
+
+    after_steps(engine, 5, start)
+
+
 # --- the trainer's adapter ----------------------------------------------------------------------------------
 
 
-async def score(backend: Any, request: GenerateRequest, answer: Completion) -> np.ndarray:
-    """The backend's log-probs of the answer."""
-    tokens, first = np.concatenate([request.prompt_ids, answer.token_ids]), len(request.prompt_ids)
+async def score(backend: Any, answer: Completion) -> np.ndarray:
+    """The backend's log-probs of an answer to REQUEST."""
+    tokens, first = np.concatenate([REQUEST.prompt_ids, answer.token_ids]), len(REQUEST.prompt_ids)
     mask = np.arange(len(tokens)) >= first
     batch = RolloutBatch(tokens=(tokens,), loss_masks=(mask,), advantages=(mask.astype(np.float32),))
     return (await backend.forward(batch))[0][first:]
@@ -60,35 +70,33 @@ async def score(backend: Any, request: GenerateRequest, answer: Completion) -> n
 
 @cases("kind: llama gemma moe")
 async def test_a_shared_engine_generates_with_the_adapter_as_it_trains(kind: str):
-    request = make_request(prompt=(5, 6, 7), max_new_tokens=20)
     async with open_both(resolve_model(f"tiny:{kind}")) as (backend, engine):
         for version in range(2):
-            answer = await engine.generate(request)
+            answer = await engine.generate(REQUEST)
             assert set(answer.weight_versions) == {version}
-            np.testing.assert_allclose(answer.log_probs, await score(backend, request, answer), atol=1e-4)
+            np.testing.assert_allclose(answer.log_probs, await score(backend, answer), atol=1e-4)
             await train(backend, make_batch())
             await backend.set_weight_version(version + 1)
-            assert np.abs(answer.log_probs - await score(backend, request, answer)).max() > 0.01
+            assert np.abs(answer.log_probs - await score(backend, answer)).max() > 0.01
 
 
 async def test_a_copied_engine_shares_the_base_and_follows_updates_of_the_adapter():
-    request = make_request(prompt=(5, 6, 7), max_new_tokens=20)
     async with open_both(resolve_model("tiny:llama"), "copied") as (backend, engine):
         assert engine._model is backend.model
         mine, theirs = await engine.copy_weights(), await backend.get_weights()
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
         places = [one.data_ptr() for one in backend.model.parameters()]
-        began = await engine.generate(request)
-        old = await score(backend, request, began)
+        began = await engine.generate(REQUEST)
+        old = await score(backend, began)
         await train(backend, make_batch())
-        unaware = await engine.generate(request)
+        unaware = await engine.generate(REQUEST)
         np.testing.assert_allclose(unaware.log_probs, old, atol=1e-4)
         await engine.begin_update()
         await backend.stream_weights(engine.receive_bucket)
         await engine.finish_update(1)
-        aware = await engine.generate(request)
+        aware = await engine.generate(REQUEST)
         assert set(aware.weight_versions) == {1}
-        np.testing.assert_allclose(aware.log_probs, await score(backend, request, aware), atol=1e-4)
+        np.testing.assert_allclose(aware.log_probs, await score(backend, aware), atol=1e-4)
         assert places == [one.data_ptr() for one in backend.model.parameters()]
 
 
@@ -98,10 +106,8 @@ async def test_a_copied_engine_shares_the_base_and_follows_updates_of_the_adapte
 @cases("kind: llama gemma moe")
 async def test_rows_of_unlike_adapters_are_what_each_adapter_gives_alone(kind: str):
     """The same prompts for each."""
-    requests = [
-        replace(request, adapter=("", "a", "b")[number % 3])
-        for number, request in enumerate(make_requests(18))
-    ]
+    named = zip(make_requests(18), ("", "a", "b") * 6, strict=True)
+    requests = [replace(request, adapter=name) for request, name in named]
     async with open_named(kind, "ab") as (engine, model, adapters):
         together = await generate_all(engine, requests)
     for request in requests:
@@ -115,8 +121,7 @@ async def test_rows_of_unlike_adapters_are_what_each_adapter_gives_alone(kind: s
 
 async def test_no_keys_and_values_of_one_adapter_are_used_for_another():
     """Turns of one trajectory, each with the next adapter; only those of the base are kept."""
-    request = make_request(prompt=(5, 6, 7), max_new_tokens=6)
-    request = replace(request, trajectory="t", score_prompt=True)
+    request = replace(REQUEST, trajectory="t")
     kept = list[float]()
     async with open_named("llama", "ab") as (engine, model, adapters):
         for name in ("", "", "a", "a", "b", ""):
@@ -166,11 +171,8 @@ async def test_adapters_come_and_go_while_others_generate(kind: str, tmp_path: P
             with pytest.raises(RequestRefused, match=r"adapter='b'; the engine has \['a'\]"):
                 await engine.generate(short)
 
-        async def start() -> None:
-            nursery.start_soon(come_and_go)
-
         answers = dict[str, Completion]()
-        after_steps(engine, 5, start)
+        start_later(engine, nursery, come_and_go)
         answers["long"] = await engine.generate(long)
     for request in (long, short):
         check_log_probs(model, adapters, request, answers[request.request_id])
@@ -184,10 +186,7 @@ async def test_a_name_that_is_taken_or_in_use_and_an_adapter_of_another_model_ar
             with pytest.raises(EngineError, match=r"has \['a'\], and \['a'\] in flight use it"):
                 await engine.remove_adapter("a")
 
-        async def start() -> None:
-            nursery.start_soon(remove)
-
-        after_steps(engine, 5, start)
+        start_later(engine, nursery, remove)
         await engine.generate(request)
         for name in ("", "a"):
             with pytest.raises(EngineError, match="the name must be new, and not empty"):
@@ -201,18 +200,11 @@ async def test_a_name_that_is_taken_or_in_use_and_an_adapter_of_another_model_ar
 
 
 async def test_of_two_that_add_one_name_at_once_one_is_refused():
-    refused = list[EngineError]()
-
-    async def add(adapter: Adapter) -> None:
-        try:
-            await engine.add_adapter("a", adapter)
-        except EngineError as error:
-            refused.append(error)
-
-    async with open_named("llama", "") as (engine, _, adapters), trio.open_nursery() as nursery:
-        for adapter in adapters.values():
-            nursery.start_soon(add, adapter)
-    assert len(refused) == 1
+    async with open_named("llama", "") as (engine, _, adapters):
+        with pytest.RaisesGroup(EngineError):
+            async with trio.open_nursery() as nursery:
+                for adapter in adapters.values():
+                    nursery.start_soon(engine.add_adapter, "a", adapter)
 
 
 async def test_an_adapter_goes_while_the_row_of_a_cancelled_caller_is_still_there():
