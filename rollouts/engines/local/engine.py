@@ -36,7 +36,7 @@ from rollouts.models.decoding.batch import (
 from rollouts.models.decoding.decoder import FastDecoder
 from rollouts.models.draws import make_draw
 from rollouts.models.limits import check_request, find_context_limit
-from rollouts.models.lora import Adapter, copy_adapter, list_trained
+from rollouts.models.lora import Adapter, check_places, copy_adapter, list_trained
 from rollouts.models.lora_files import read_adapter
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import Bucket, PauseMode
@@ -365,11 +365,12 @@ class LocalEngine:
         path, else in turns. Raises EngineError for a name that is taken, or an adapter of another model.
         """
         self._check_open()
-        if not name or name in self._batch.adapters:
-            raise EngineError(f"add_adapter({name!r}): the name must be new, and not empty")
 
         def add() -> None:
+            if not name or name in self._batch.adapters:
+                raise EngineError(f"add_adapter({name!r}): the name must be new, and not empty")
             found = read_adapter(self._model, adapter) if isinstance(adapter, Path) else adapter
+            check_places(found, self._model)
             self._batch.adapters[name] = found
 
         try:
@@ -379,7 +380,10 @@ class LocalEngine:
 
     async def remove_adapter(self, name: str) -> None:
         """Requests may not name it any more. Raises EngineError while one in flight does."""
-        await trio.lowlevel.checkpoint()
+        # a cancelled caller is gone before its row is
+        await self._wait_until(
+            lambda: not any(row.leaving and row.request.adapter == name for row in self._active)
+        )
         users = [key for key, row in self._in_flight.items() if row.request.adapter == name]
         if users or name not in self._batch.adapters:
             raise EngineError(
