@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, cast
@@ -28,7 +29,8 @@ from rollouts.backends.trainer import (
     run_unsharded,
     shard_model,
 )
-from rollouts.config.tables import LoraConfig, OptimConfig
+from rollouts.config.model import LoraConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import ConfigError, ModelError
 from rollouts.models.devices import use_device
@@ -274,41 +276,31 @@ def open_trainer(
 def train_adapter(trainer: Trainer, optim: OptimConfig, options: TrainerOptions) -> Trainer:
     """One that trains a new adapter of the trainer's model. Collective. Raises AgreedFailure."""
     config, model = LoraConfig.model_validate(options.get("lora")), trainer.model
-    make = partial(
-        run_unsharded,  # its own head whole, and where it computes
-        model,
-        partial(
-            make_adapter,
-            model,
-            config,
-            seed=options.get("seed") or 0,
-            scalar=options.get("head") == "scalar",
-        ),
-    )
+    seed, scalar = options.get("seed") or 0, options.get("head") == "scalar"
 
-    def open_adapter() -> tuple[Adapter, Adapter | None]:
+    def open_adapters() -> list[Adapter]:
+        """What trains, and a copy of what it starts from."""
+        # the model's own head is whole inside, and where it computes
+        make = partial(run_unsharded, model, partial(make_adapter, model, config, seed=seed, scalar=scalar))
         if not config.init_from:
-            return make(), None
-        both = make(), make()
-        for adapter in both:
+            return [make()]
+        adapters = [make(), make()]
+        for adapter in adapters:
             load_adapter(adapter, Path(config.init_from))
-        return both
+        return adapters
 
     try:
-        adapter, start = run_agreed(trainer.ranks, open_adapter).value
+        adapter, *start = run_agreed(trainer.ranks, open_adapters).value
     finally:
         discard_iteration(model)
-    plan = trainer.plan and (trainer.plan if adapter.head is None else trainer.plan._replace(head="scalar"))
-    return Trainer(
-        model,
-        create_adamw_optimizer(adapter, optim),
-        trainer.ranks,
-        plan,
-        trainer.check_open,
-        trainer.autocast_dtype,
-        trainer.reduce_each,
+    return replace(
+        trainer,
+        optimizer=create_adamw_optimizer(adapter, optim),
+        plan=trainer.find_plan()._replace(head="scalar") if scalar else trainer.plan,
         adapter=adapter,
-        start=start,
+        start=start[0] if start else None,
+        _random_states={},
+        _held=None,
     )
 
 

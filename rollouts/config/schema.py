@@ -17,19 +17,24 @@ from pydantic import (
     model_validator,
 )
 
+from rollouts.config.model import ModelConfig
 from rollouts.config.tables import (
     AlertConfig,
     DistributedConfig,
     EngineConfig,
     EvalConfig,
-    ModelConfig,
+    FunctionText,
+    NameText,
     OptimConfig,
     OutputConfig,
+    Params,
     ReferenceConfig,
     RolloutConfig,
+    Section,
+    Seed,
     Sources,
+    Tables,
 )
-from rollouts.config.values import FunctionText, NameText, Params, Section, Seed, Tables
 from rollouts.errors import parse_call
 
 # --- what stages share --------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from rollouts.config.tables import ALL_LINEAR, LoraConfig
+from rollouts.config.model import ALL_LINEAR, LoraConfig
 from rollouts.errors import ModelError
 from rollouts.models.devices import find_device
 from rollouts.models.directories import compute_model_digests

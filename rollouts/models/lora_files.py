@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rollouts.config.tables import LoraConfig
+from rollouts.config.model import LoraConfig
 from rollouts.errors import ModelError
 from rollouts.models.directories import ModelHead, naming_errors
 from rollouts.models.lora import PREFIX, Adapter, make_adapter, merge_adapter, prepare_places

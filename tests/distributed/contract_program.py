@@ -25,7 +25,8 @@ from rollouts.backends import captures
 from rollouts.checkpoints import load as checkpoints
 from rollouts.checkpoints.save import save_checkpoint
 from rollouts.checkpoints.writer import Keep, open_checkpoint_writer
-from rollouts.config.tables import LoraConfig, OptimConfig
+from rollouts.config.model import LoraConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.errors import RunDirError, StorageError
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.inputs import reduce_loss

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rollouts.backends.fsdp import open_fsdp_backend
-from rollouts.config.tables import LoraConfig, OptimConfig
+from rollouts.config.model import LoraConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.models.sharded import get_local
 from rollouts.testing.torch_contracts import make_batch, train
 from tests.distributed.train_program import SPECS, find_model, make_rollouts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollouts.backends.open import open_pytorch_backend
-from rollouts.config.tables import LoraConfig
+from rollouts.config.model import LoraConfig
 from rollouts.engines.local import LocalEngine, open_local_engine
 from rollouts.models.lora import ADAPTERS, Adapter, make_adapter, prepare_places, route_all, use_adapters
 from rollouts.models.lora_files import write_adapter

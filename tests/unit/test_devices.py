@@ -12,8 +12,8 @@ import torch.distributed
 import trio
 
 from rollouts.backends.open import choose_autocast_dtype
+from rollouts.config.model import ModelConfig
 from rollouts.config.schema import RunConfig
-from rollouts.config.tables import ModelConfig
 from rollouts.errors import ConfigError
 from rollouts.models.devices import choose_device, read_free_gpu_memory
 from rollouts.ranks.launch import Launch

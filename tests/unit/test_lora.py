@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollouts.config.tables import LoraConfig
+from rollouts.config.model import LoraConfig
 from rollouts.errors import ModelError
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.models.lora import ALL_LINEAR, choose_places, make_adapter, merge_adapter, prepare_places

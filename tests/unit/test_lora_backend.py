@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from rollouts.backends.open import open_pytorch_backend
-from rollouts.config.tables import LoraConfig, OptimConfig
+from rollouts.config.model import LoraConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model
 from rollouts.testing import torch_contracts as contract

@@ -9,8 +9,9 @@ import pytest
 
 from rollouts.backends.fsdp import open_fsdp_backend
 from rollouts.config.load import check_same_config, dump_config, load_config
+from rollouts.config.model import ModelConfig
 from rollouts.config.schema import RunConfig
-from rollouts.config.tables import DistributedConfig, ModelConfig, OptimConfig
+from rollouts.config.tables import DistributedConfig, OptimConfig
 from rollouts.errors import ConfigError
 from rollouts.preflight.ranks import check_ranks, choose_relaunch
 from rollouts.ranks.channel import NoOtherRanks
