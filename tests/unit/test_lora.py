@@ -66,7 +66,7 @@ def test_logits_gradients_and_names_are_those_of_peft(kind: str, targets: str, t
     """Merged, the logits are the same to rounding."""
     model, names = make_kind(kind, tmp_path), targets.split()
     adapter = make_random(model, tmp_path, targets=names)
-    stacks = [name for name, place in adapter.places.items() if place.experts]
+    stacks = [name for name in adapter.pairs if adapter.of.places[name].experts]
     assert bool(stacks) == (kind == "Qwen3Moe")
     # what peft means by names of a model with experts depends on its version
     theirs = adapter.target_modules if stacks else targets if targets == ALL_LINEAR else names
