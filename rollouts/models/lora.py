@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -132,9 +132,9 @@ def prepare_places(model: PreTrainedModel, base: Path) -> None:
     """Notes where adapters of the model in the directory `base` may go, while it has its weights as they were
     loaded. Raises ModelError if a file of the directory cannot be read.
     """
-    heads = (model.get_output_embeddings(), getattr(model, HEAD, None))
+    heads: Any = (model.get_output_embeddings(), getattr(model, HEAD, None))
     places: dict[str, Place] = {}
-    for path, module in cast(nn.Module, model).named_modules():
+    for path, module in model.named_modules():
         conv = type(module).__name__ == "Conv1D"  # a linear layer of GPT-2's
         for name, weight in module.named_parameters(recurse=False):
             if EXPERTS in path and weight.ndim == 3:
@@ -150,6 +150,12 @@ def prepare_places(model: PreTrainedModel, base: Path) -> None:
 def has_places(model: nn.Module) -> bool:
     """Whether the model may have adapters."""
     return hasattr(model, ADAPTERS)
+
+
+def check_places(adapter: Adapter, model: nn.Module) -> None:
+    """Raises ModelError for an adapter of another model, which would do nothing in this one."""
+    if adapter.of is not getattr(model, ADAPTERS, None):
+        raise ModelError(f"it is an adapter of another model, the one of {adapter.of.base}")
 
 
 def choose_places(model: nn.Module, targets: Sequence[str]) -> list[str]:

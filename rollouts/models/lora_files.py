@@ -46,10 +46,12 @@ def is_adapter(path: Path) -> bool:
     return (path / CONFIG_FILE).is_file()
 
 
-def write_adapter(adapter: Adapter, path: Path, weights: Mapping[str, Tensor]) -> None:
-    """The directory `path`, with `weights` as the adapter's. Not atomic, not synced. Raises OSError."""
+def write_adapter(adapter: Adapter, path: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """The directory `path`, with `weights` in place of the adapter's own. Not atomic, not synced. Raises
+    OSError.
+    """
     write_adapter_config(adapter, path)
-    write_safetensors(path / WEIGHTS_FILE, weights)
+    write_safetensors(path / WEIGHTS_FILE, weights or adapter.weights)
 
 
 def write_adapter_config(adapter: Adapter, path: Path) -> None:

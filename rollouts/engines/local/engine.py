@@ -36,7 +36,7 @@ from rollouts.models.decoding.batch import (
 from rollouts.models.decoding.decoder import FastDecoder
 from rollouts.models.draws import make_draw
 from rollouts.models.limits import check_request, find_context_limit
-from rollouts.models.lora import ADAPTERS, Adapter, copy_adapter, list_trained
+from rollouts.models.lora import Adapter, check_places, copy_adapter, list_trained
 from rollouts.models.lora_files import read_adapter
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import Bucket, PauseMode
@@ -370,8 +370,7 @@ class LocalEngine:
             if not name or name in self._batch.adapters:
                 raise EngineError(f"add_adapter({name!r}): the name must be new, and not empty")
             found = read_adapter(self._model, adapter) if isinstance(adapter, Path) else adapter
-            if found.of is not getattr(self._model, ADAPTERS):
-                raise ModelError(f"it is an adapter of another model, the one of {found.of.base}")
+            check_places(found, self._model)
             self._batch.adapters[name] = found
 
         try:
