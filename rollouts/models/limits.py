@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollouts.errors import RequestRefused
+from rollouts.errors import EngineError, RequestRefused
 from rollouts.types import GenerateRequest
 
+DEFAULT_CONTEXT = 8192  # tokens, for a config that sets no limit
 CONTEXT_NAMES = (
     "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length",
     "context_length",
@@ -58,6 +59,16 @@ def find_rotary_limit(config: Any) -> RotaryLimit | None:
         if kind == "longrope" or "dynamic" in kind:
             found.append(RotaryLimit(int(tokens or 0), kind, field))
     return min(found, default=None)
+
+
+def choose_context(config: Any, max_context: int | None) -> int:
+    """Tokens of a row at most: the model's own limit, or fewer. Raises EngineError."""
+    limit = find_context_limit(config)
+    context = (limit or DEFAULT_CONTEXT) if max_context is None else max_context
+    if not 1 < context <= (limit or context):
+        at_most = "" if limit is None else f" and at most the model's max_position_embeddings={limit}"
+        raise EngineError(f"max_context={context}; it must be above 1{at_most}")
+    return context
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int) -> None:

@@ -184,7 +184,9 @@ def make_adapter(
 
     Each rank of several has all of it. Raises ModelError as choose_places.
     """
-    adapters: Adapters = getattr(model, ADAPTERS)
+    adapters: Adapters | None = getattr(model, ADAPTERS, None)
+    if adapters is None:
+        raise ModelError("the model was loaded without room for adapters; open its backend with `lora`")
     generator, dtype, device = torch.Generator().manual_seed(seed), model.dtype, find_device(model)
     pairs: dict[str, Pair] = {}
     for name in choose_places(model, config.targets):
@@ -300,7 +302,7 @@ def find_scalar_weight(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
-    """Adds the adapter to the weights of its model, in place, each sum rounded once."""
+    """Adds the adapter to the weights of its model, in place and in their precision."""
     for name in adapter.pairs:
         place = adapter.of.places[name]
         weight = place.module._parameters[place.weight]

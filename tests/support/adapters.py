@@ -39,7 +39,7 @@ def make_random(model: Any, base: Path, *, seed: int = 0, scalar: bool = False, 
 def save_random(model: Any, base: Path, folder: Path, **options: Any) -> Adapter:
     """make_random, written to a directory."""
     adapter = make_random(model, base, **options)
-    write_adapter(adapter, folder)
+    write_adapter(adapter, folder, adapter.weights)
     return adapter
 
 

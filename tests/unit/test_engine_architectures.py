@@ -12,7 +12,8 @@ import torch
 
 from rollouts.errors import EngineError, ModelError
 from rollouts.models.decoding import decoder
-from rollouts.models.decoding.batch import DEFAULT_CONTEXT, open_decoder
+from rollouts.models.decoding.batch import open_decoder
+from rollouts.models.limits import DEFAULT_CONTEXT
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.testing import engine_contracts
 from rollouts.types import Completion

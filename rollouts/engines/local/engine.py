@@ -26,7 +26,6 @@ from torch import Tensor
 from rollouts.engines.local.weights import StagedWeights, read_checkpoint
 from rollouts.errors import EngineClosed, EngineError, ModelError, RequestRefused, WeightVersionError
 from rollouts.models.decoding.batch import (
-    DEFAULT_CONTEXT,
     KEPT_BYTES,
     DecodeBatch,
     OpenedDecoder,
@@ -35,7 +34,7 @@ from rollouts.models.decoding.batch import (
 )
 from rollouts.models.decoding.decoder import FastDecoder
 from rollouts.models.draws import make_draw
-from rollouts.models.limits import check_request, find_context_limit
+from rollouts.models.limits import check_request, choose_context
 from rollouts.models.lora import Adapter, check_places, copy_adapter, list_trained
 from rollouts.models.lora_files import read_adapter
 from rollouts.processes.nurseries import open_plain_nursery
@@ -72,13 +71,12 @@ async def open_local_engine(
     `trainer_version()`, or 0, and follows updates; mode "given" does so with `model` itself, which nobody
     else may use then. adapter: of `model`: then "shared" generates with the adapter as it trains, "copied"
     with a copy of it on the same model, and updates are the adapter's. `max_context` defaults to the model's
-    own, and to 8192 where its config sets no limit.
-    deterministic: requests are taken as lists. A list is what waits, sorted by request id, when the engine is
+    own, and to 8192 where its config sets no limit. deterministic: requests are taken as lists. A list is what waits, sorted by request id, when the engine is
     idle and every other task is blocked; the next list is taken when the last row of this one has finished.
     The same lists give the same bits. `seed` and a request's own seed, or else its id, fix the random numbers
     of its tokens. Raises ModelError for a model that cannot be run exactly, EngineError for bad settings.
     """
-    context = choose_context(model, max_context)
+    context = choose_context(model.config, max_context)
     rules = {
         f"max_rows={max_rows}; it must be at least 1": max_rows > 0,
         "mode='shared' needs trainer_version: a shared engine reports the trainer's version": (
@@ -95,13 +93,7 @@ async def open_local_engine(
             added = copy_adapter(adapter)
         elif mode == "copied":
             own = copy.deepcopy(model).eval().requires_grad_(False)
-        return open_decoder(
-            own,
-            max_context=context,
-            max_rows=max_rows,
-            autocast_dtype=autocast_dtype,
-            adapter=added,
-        )
+        return open_decoder(own, context, max_rows=max_rows, autocast_dtype=autocast_dtype, adapter=added)
 
     opened = await device_thread.submit(open_on_device)
     features = EngineFeatures(
@@ -121,16 +113,6 @@ async def open_local_engine(
             yield engine
         finally:
             engine._close()
-
-
-def choose_context(model: PreTrainedModel, max_context: int | None) -> int:
-    """Tokens of a row at most: the model's own limit, or fewer. Raises EngineError."""
-    limit = find_context_limit(model.config)
-    context = (limit or DEFAULT_CONTEXT) if max_context is None else max_context
-    if not 1 < context <= (limit or context):
-        at_most = "" if limit is None else f" and at most the model's max_position_embeddings={limit}"
-        raise EngineError(f"max_context={context}; it must be above 1{at_most}")
-    return context
 
 
 class LocalEngine:

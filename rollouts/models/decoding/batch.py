@@ -300,7 +300,6 @@ PATHS = get_args(ForwardPath)
 PROBE_LENGTHS = (13, 8, 11, 5, 9, 2, 12, 7, 10, 8, 13)
 PROBE_STEPS = (6, 7, 8)  # tokens of the rows, in turn, so that rows leave while others are decoded
 LONGEST_PROBED_WINDOW = 4096  # positions; a longer prompt would take too long to open with
-DEFAULT_CONTEXT = 8192  # tokens, for a config that sets no limit
 WINDOW_NAMES = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
 # nats by which two ways of one computation may differ by rounding: in float32 and float64 for every token;
 # in half precision in the mean over a row, for bfloat16 keeps 8 bits: some tokens differ by several tenths
@@ -338,8 +337,8 @@ def check_rotary(model: PreTrainedModel, max_context: int) -> None:
 
 def open_decoder(
     model: PreTrainedModel,
-    *,
     max_context: int,
+    *,
     max_rows: int = 128,
     autocast_dtype: torch.dtype | None = None,
     compiled: bool = True,
