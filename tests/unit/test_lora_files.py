@@ -115,7 +115,7 @@ def test_another_base_is_refused_by_its_digests(tmp_path: Path):
     file = other / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"@")  # 1.0 becomes 2.0
     prepare_places(model, other)
-    with pytest.raises(ModelError, match=f"was at {base}, that at {other} has other files"):
+    with pytest.raises(ModelError, match=f"was at {base}; that at {other} has other files"):
         read_adapter(model, tmp_path)
 
 

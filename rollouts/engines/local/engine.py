@@ -71,10 +71,11 @@ async def open_local_engine(
     `trainer_version()`, or 0, and follows updates; mode "given" does so with `model` itself, which nobody
     else may use then. adapter: of `model`: then "shared" generates with the adapter as it trains, "copied"
     with a copy of it on the same model, and updates are the adapter's. `max_context` defaults to the model's
-    own, and to 8192 where its config sets no limit. deterministic: requests are taken as lists. A list is what waits, sorted by request id, when the engine is
-    idle and every other task is blocked; the next list is taken when the last row of this one has finished.
-    The same lists give the same bits. `seed` and a request's own seed, or else its id, fix the random numbers
-    of its tokens. Raises ModelError for a model that cannot be run exactly, EngineError for bad settings.
+    own, and to 8192 where its config sets no limit. deterministic: requests are taken as lists. A list is
+    what waits, sorted by request id, when the engine is idle and every other task is blocked; the next list
+    is taken when the last row of this one has finished. The same lists give the same bits. `seed` and a
+    request's own seed, or else its id, fix the random numbers of its tokens. Raises ModelError for a model
+    that cannot be run exactly, EngineError for bad settings.
     """
     context = choose_context(model.config, max_context)
     rules = {
