@@ -361,29 +361,17 @@ async def open_synced_fleet(
     cannot run.
     """
     dtype, adapter = find_served_dtype(config, model_path), find_trained(backend)
-    # a packed base rounds as well
-    exact = trainer_exact and dtype == "float32"
-    lora = None
-    if isinstance(adapter, Adapter):
+    exact, lora, open_transport = trainer_exact and dtype == "float32", None, nullcontext()
+    if isinstance(adapter, Adapter):  # a small file
         lora = adapter.config.rank, adapter.target_modules
-        exact = exact and adapter.config.base == "float32"
-    probe = make_probe(vocab_size, tolerance=choose_tolerance(exact=exact))
-    open_transport: Any = nullcontext()
-    if config.transport != "disk" and lora is None:  # an adapter is a small file
-        open_transport = open_broadcast(
-            "vllm" if config.kind == "vllm" else "sglang",
-            wire=choose_wire(config, device),
-            dtype=None if dtype is None else getattr(torch, dtype),
-        )
+        exact = exact and adapter.config.base == "float32"  # the servers' base is not packed
+    elif config.transport != "disk":
+        sent_as = None if dtype is None else getattr(torch, dtype)
+        kind = "vllm" if config.kind == "vllm" else "sglang"
+        open_transport = open_broadcast(kind, wire=choose_wire(config, device), dtype=sent_as)
     async with (
         open_server_fleet(
-            config,
-            model_path,
-            vocab_size=vocab_size,
-            log_dir=log_dir,
-            seed=seed,
-            warn=warn,
-            lora=lora,
+            config, model_path, vocab_size=vocab_size, log_dir=log_dir, seed=seed, warn=warn, lora=lora
         ) as fleet,
         open_transport as transport,
         open_plain_nursery() as nursery,
@@ -391,15 +379,10 @@ async def open_synced_fleet(
         merge = lora is not None and not fleet.features.adapters
         if merge:
             warn("the engines serve no LoRA adapters, so whole weights are sent, with the adapter merged")
-        keeper = DiskSnapshots(
-            snapshot_dir,
-            dtype=None if dtype == "float32" else dtype,
-            model_dir=model_path,
-            merge=merge,
-            warn=warn,
-        )
+        stored = None if dtype == "float32" else dtype
+        keeper = DiskSnapshots(snapshot_dir, dtype=stored, model_dir=model_path, merge=merge, warn=warn)
         sync = WeightSync(
-            probe,
+            make_probe(vocab_size, tolerance=choose_tolerance(exact=exact)),
             keeper=keeper,
             fleet=fleet,
             transport=transport,

@@ -10,7 +10,6 @@ While a job runs, the active rows belong to the device thread; between jobs they
 
 from __future__ import annotations
 
-import copy
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -23,7 +22,7 @@ import trio
 import trio.testing
 from torch import Tensor
 
-from rollouts.engines.local.weights import StagedWeights, read_checkpoint
+from rollouts.engines.local.weights import StagedWeights, copy_trained, read_checkpoint
 from rollouts.errors import EngineClosed, EngineError, ModelError, RequestRefused, WeightVersionError
 from rollouts.models.decoding.batch import (
     KEPT_BYTES,
@@ -35,7 +34,7 @@ from rollouts.models.decoding.batch import (
 from rollouts.models.decoding.decoder import FastDecoder
 from rollouts.models.draws import make_draw
 from rollouts.models.limits import check_request, choose_context
-from rollouts.models.lora import Adapter, check_places, copy_adapter, list_trained
+from rollouts.models.lora import Adapter, check_places, list_trained
 from rollouts.models.lora_files import read_adapter
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import Bucket, PauseMode
@@ -89,11 +88,7 @@ async def open_local_engine(
             raise EngineError(rule)
 
     def open_on_device() -> OpenedDecoder:
-        own, added = model, adapter
-        if mode == "copied" and adapter is not None:
-            added = copy_adapter(adapter)
-        elif mode == "copied":
-            own = copy.deepcopy(model).eval().requires_grad_(False)
+        own, added = copy_trained(model, adapter) if mode == "copied" else (model, adapter)
         return open_decoder(own, context, max_rows=max_rows, autocast_dtype=autocast_dtype, adapter=added)
 
     opened = await device_thread.submit(open_on_device)
@@ -105,9 +100,8 @@ async def open_local_engine(
         shares_weights=mode == "shared",
         deterministic=deterministic,
     )
-    engine = LocalEngine(
-        opened, features, device_thread, trainer_version or (lambda: 0), max_rows=max_rows, seed=seed
-    )
+    version = trainer_version or (lambda: 0)
+    engine = LocalEngine(opened, features, device_thread, version, max_rows=max_rows, seed=seed)
     async with open_plain_nursery() as nursery:
         nursery.start_soon(engine._schedule)
         try:
