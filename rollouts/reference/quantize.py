@@ -110,7 +110,7 @@ def load_torchao() -> Any:
         import torchao.quantization  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
-            f"a reference in 8bit or 4bit needs torchao ({error}); install rollouts-rl[reference-quant], or"
+            f"weights in 8bit or 4bit need torchao ({error}); install rollouts-rl[reference-quant], or"
             " choose the dtype bfloat16 or float32"
         ) from error
     finally:
