@@ -225,9 +225,8 @@ async def open_critic(
         yield None
         return
     path = start
-    if (
-        newest and not run.config.model.lora
-    ):  # only this stage's own: another run's model may have brought its critic
+    # only this stage's own: another run's model may have brought its critic
+    if newest and not run.config.model.lora:
         path = newest / CRITIC
     elif config.model:  # in a thread: other ranks take silence for an end
         path = await trio.to_thread.run_sync(
