@@ -20,7 +20,7 @@ from benchmarks.stub_engine import IdleEngine
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import Span
 from rollouts.metrics.writer import JsonlLogger
-from rollouts.types import Completion, EngineLoad, GenerateRequest, Sample, SamplingParams
+from rollouts.types import Completion, GenerateRequest, Sample, SamplingParams
 from tests.support.fake_tokenizer import FakeTokenizer
 
 TOKEN_S = 0.03  # virtual
@@ -91,10 +91,6 @@ class StubEngine(IdleEngine):
         for scope in self._aborts:
             scope.cancel()
         await trio.lowlevel.checkpoint()
-
-    async def load(self) -> EngineLoad:
-        await trio.lowlevel.checkpoint()
-        return EngineLoad(running=len(self._aborts), waiting=0)
 
 
 def make_engines(shape: Shape) -> list[StubEngine]:

@@ -51,7 +51,6 @@ from rollouts.protocols import InferenceEngine
 from rollouts.testing.fakes import fake_uniform
 from rollouts.types import (
     Completion,
-    EngineLoad,
     FinishReason,
     GenerateRequest,
     Sample,
@@ -207,10 +206,6 @@ class SlotEngine(IdleEngine):
         for running in waiting:
             running.started.set()
         await trio.lowlevel.checkpoint()
-
-    async def load(self) -> EngineLoad:
-        await trio.lowlevel.checkpoint()
-        return EngineLoad(running=self._decoding, waiting=len(self._waiting))
 
 
 class LeastOutstanding(SlotEngine):

@@ -7,19 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from integration_training.train import main
-from rollouts.checkpoints.load import check_checkpoint, find_newest_checkpoint
-from rollouts.errors import ConfigError, RunDirError
+from rollouts.checkpoints.load import check_checkpoint, find_run_model
+from rollouts.errors import ConfigError
 from rollouts.models.lora_files import is_adapter
-from rollouts.run_dir import RunDir, parse_step
-
-GENERATE = ("rl", "preference", "sft")  # stages whose models do, the last of a run first
+from rollouts.run_dir import parse_step
 
 
 def run_evaluate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """The exit code. Raises ConfigError for a model without a config, RunDirError for a run without a
     checkpoint, CheckpointError for one that is not whole.
     """
-    model, config, data = find_model(arguments.model), arguments.config, arguments.data
+    model, config, data = find_run_model(arguments.model), arguments.config, arguments.data
     path, words = Path(model).absolute(), list(overrides)
     name = path.name.replace(":", "-")
     recorded = path / "../../../config.toml"  # of a checkpoint's run
@@ -35,20 +33,7 @@ def run_evaluate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
         kind = "parquet" if data.suffix == ".parquet" else "jsonl"
         words += ["--eval.data.kind", kind, "--eval.data.path", str(data), "--eval.data.size", "none"]
     if arguments.against:
-        words += ["--eval.against", find_model(arguments.against)]
+        words += ["--eval.against", find_run_model(arguments.against)]
     words = ["--config", str(config), "--mode", "evaluate", "--output.dir", f"runs/evaluate-{name}", *words]
     # of an adapter the model is the config's
     return main([*words, "--model.lora.init_from" if is_adapter(path) else "--model.name", model])
-
-
-def find_model(name: str) -> str:
-    """The name, but of a run directory its newest complete checkpoint of the last stage that generates.
-    Raises RunDirError for a run without one.
-    """
-    path = Path(name)
-    if not (path / "config.toml").is_file():
-        return name
-    newest = map(find_newest_checkpoint, map(RunDir(path).stage_checkpoints, GENERATE))
-    for checkpoint in filter(None, newest):
-        return str(checkpoint)
-    raise RunDirError(f"{path} has no complete checkpoint yet; wait for one, or name a model")

@@ -345,16 +345,11 @@ class EngineFeatures:
     seeds: bool = True  # sampling.seed fixes the random stream of a request
     version_spans: bool = True  # each token knows the version that produced it; else only whole answers do
     log_probs: bool = True  # of the distribution sampled from; without them nothing can train
-    checksum: bool = False  # checksum() says what the weights are
+    checksum: bool = False  # checksum() says what the weights are; not while they are an adapter's
+    adapters: bool = False  # whether it serves LoRA adapters: PEFT directories as weights of a version
+    max_adapter_rank: int = 0  # the greatest rank of one; 0: it serves none
     frees_memory: bool = True  # release_memory() gives memory back
     gaps: tuple[str, ...] = ()  # a sentence for each thing that it cannot do
-
-
-class EngineLoad(NamedTuple):
-    """How busy an engine is."""
-
-    running: int  # requests being decoded
-    waiting: int  # requests that the engine has taken and not begun
 
 
 @dataclass(frozen=True, slots=True)

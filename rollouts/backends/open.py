@@ -113,20 +113,11 @@ async def open_trainer_thread(
     `beside` one, with its model. The other ranks open theirs. Raises ModelError, and ConfigError for settings
     that do not go together.
     """
+    own, options = divide_settings(settings, ranks)
+    if device_thread is not None:
+        options |= {"threads": None, "seed": None}
     device_thread = beside.device_thread if beside else device_thread
-    names = BackendSettings.__annotations__
-    own: Any = {name: value for name, value in settings.items() if name in names}
-    options: Any = {name: value for name, value in settings.items() if name not in names}
-    options |= {} if device_thread is None else {"threads": None, "seed": None}
-    # rank 0 chooses the precision: machines may be unlike
-    dtype = choose_autocast_dtype(options.get("autocast", "auto"), str(ranks.device))
-    options["autocast"] = "bfloat16" if dtype else "off"
     scalar = options.get("head") == "scalar"
-    if scalar and own.get("skip_zero_advantage"):
-        raise ConfigError(
-            "skip_zero_advantage=True with head='scalar': a critic learns from rows without an advantage too;"
-            " leave it out"
-        )
     number = 0 if device_thread is None else next(NUMBERS)
 
     def open_part() -> Trainer:
@@ -170,6 +161,22 @@ async def open_trainer_thread(
         channel.send({"name": "close_backend", "backend": number})
 
 
+def divide_settings(settings: OpenSettings, ranks: Ranks) -> tuple[Any, Any]:
+    """(BackendSettings, TrainerOptions). Raises ConfigError for settings that do not go together."""
+    names = BackendSettings.__annotations__
+    own: Any = {name: value for name, value in settings.items() if name in names}
+    options: Any = {name: value for name, value in settings.items() if name not in names}
+    # rank 0 chooses the precision: machines may be unlike
+    dtype = choose_autocast_dtype(options.get("autocast", "auto"), str(ranks.device))
+    options["autocast"] = "bfloat16" if dtype else "off"
+    if options.get("head") == "scalar" and own.get("skip_zero_advantage"):
+        raise ConfigError(
+            "skip_zero_advantage=True with head='scalar': a critic learns from rows without an advantage too;"
+            " leave it out"
+        )
+    return own, options
+
+
 @asynccontextmanager
 async def open_pytorch_backend(
     model_path: Path,
@@ -188,13 +195,14 @@ async def open_pytorch_backend(
     give the same bits every time. gradient_checkpointing: layers keep their input only and are computed again
     for the gradient: the same gradients for less memory and about a third more time. compile_backend: of
     torch.compile, which then runs the layers ("inductor"), after it took its time to make their programs;
-    log-probs and gradients are the same to rounding. seed: of torch's own generator, from which only a user's
-    loss may draw: the model is in evaluation mode, so dropout is off. head: "scalar" makes a critic or a
-    reward model of it, with one number for each position; of a causal model's directory the head is new, and
-    0. lora: an adapter of the model trains, from lora.init_from if that is set (see rollouts.models.lora).
-    beside: another adapter's backend, whose model this one shares; adapters are opened and closed while
-    others train. Which layout of a batch is exact for the model is found out here, with a few tokens. Raises
-    ModelError if the directory cannot be trained, ConfigError for settings that do not go together.
+    log-probs and gradients are the same to rounding. seed: of a new adapter, and of torch's own generator,
+    from which only a user's loss and an adapter's dropout draw: the model is in evaluation mode. head:
+    "scalar" makes a critic or a reward model of it, with one number for each position; of a causal model's
+    directory the head is new, and 0. lora: an adapter of the model trains, from lora.init_from if that is set
+    (see rollouts.models.lora). beside: another adapter's backend, whose model this one shares; adapters are
+    opened and closed while others train. Which layout of a batch is exact for the model is found out here,
+    with a few tokens. Raises ModelError if the directory cannot be trained, ConfigError for settings that do
+    not go together.
     """
     async with open_trainer_thread(
         model_path, NoOtherRanks(), Ranks(0, 1, 1, torch.device(device)), device_thread, beside, settings
@@ -267,11 +275,15 @@ def train_adapter(trainer: Trainer, optim: OptimConfig, options: TrainerOptions)
     """One that trains a new adapter of the trainer's model. Collective. Raises AgreedFailure."""
     config, model = LoraConfig.model_validate(options.get("lora")), trainer.model
     make = partial(
-        make_adapter,
+        run_unsharded,  # its own head whole, and where it computes
         model,
-        config,
-        seed=options.get("seed") or 0,
-        scalar=options.get("head") == "scalar",
+        partial(
+            make_adapter,
+            model,
+            config,
+            seed=options.get("seed") or 0,
+            scalar=options.get("head") == "scalar",
+        ),
     )
 
     def open_adapter() -> tuple[Adapter, Adapter | None]:
@@ -282,7 +294,10 @@ def train_adapter(trainer: Trainer, optim: OptimConfig, options: TrainerOptions)
             load_adapter(adapter, Path(config.init_from))
         return both
 
-    adapter, start = run_agreed(trainer.ranks, open_adapter).value
+    try:
+        adapter, start = run_agreed(trainer.ranks, open_adapter).value
+    finally:
+        discard_iteration(model)
     plan = trainer.plan and (trainer.plan if adapter.head is None else trainer.plan._replace(head="scalar"))
     return Trainer(
         model,

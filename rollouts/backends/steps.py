@@ -305,12 +305,12 @@ class OptimizerSteps:
         self.discard_pending()
 
 
-def collect_gradients(trained: Mapping[str, Tensor]) -> list[Tensor]:
-    """Every gradient; zeros where no row ran at all, for AdamW moves a parameter with a zero gradient and
-    passes over one without.
+def collect_gradients(trained: Mapping[str, Tensor], *, every: bool = False) -> list[Tensor]:
+    """Every gradient; zeros where no row ran at all, or with `every` where none ran of a parameter's, as an
+    expert's, for AdamW moves a parameter with a zero gradient and passes over one without.
     """
     parameters = [parameter for parameter in trained.values() if parameter.requires_grad]
-    if all(parameter.grad is None for parameter in parameters):
-        for parameter in parameters:
+    for parameter in parameters if every or all(one.grad is None for one in parameters) else ():
+        if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -20,6 +20,7 @@ import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast, get_args
 
@@ -56,7 +57,7 @@ from rollouts.losses import LossFn, resolve_loss, wants_entropy_gradient
 from rollouts.models.forward_plan import log_plan, plan_forward
 from rollouts.models.layers import find_layers
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
-from rollouts.models.lora import Adapter, list_trained, route_all, use_adapters
+from rollouts.models.lora import Adapter, check_reached, list_trained, route_all, use_adapters
 from rollouts.models.lora_files import load_adapter
 from rollouts.models.sharded import get_local, load_sharded_weights, reshard
 from rollouts.protocols import WeightSink
@@ -369,9 +370,12 @@ class Trainer:
         that the gradient is gone.
         """
         self._note_random_states()
-        gradients = [get_local(gradient) for gradient in collect_gradients(list_trained(self.trained))]
+        # of an adapter, which FSDP knows nothing of, every rank has all
+        whole, trained = self.adapter is not None, list_trained(self.trained)
+        gradients = [get_local(gradient) for gradient in collect_gradients(trained, every=whole)]
         counts = self.ranks.first_replica
-        if self.adapter is not None:  # FSDP knows nothing of it
+        if self.adapter is not None:
+            run_agreed(self.ranks, partial(check_reached, self.adapter))
             all_reduce(self.ranks, gradients)
             counts = self.ranks.rank == 0
         mine = float(torch.nn.utils.get_total_norm(gradients))

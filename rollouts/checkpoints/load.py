@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from rollouts.errors import CheckpointDamaged, CheckpointError
-from rollouts.run_dir import checkpoint_manifest, checkpoint_state_dir, parse_step
+from rollouts.errors import CheckpointDamaged, CheckpointError, RunDirError
+from rollouts.run_dir import RunDir, checkpoint_manifest, checkpoint_state_dir, parse_step
 from rollouts.types import JSONValue
 
 # --- the manifest -------------------------------------------------------------------------------------------
@@ -139,6 +139,7 @@ def describe_unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 Report = Callable[[str], object]  # takes one line for a person
+GENERATE = ("rl", "preference", "sft")  # stages whose models do, the last of a run first
 
 
 def trainer_state_path(checkpoint: Path) -> Path:
@@ -217,6 +218,19 @@ def find_newest_checkpoint(
     over.
     """
     return next((path for _, path in _walk_complete(stage_dir, hashes=hashes, report=report)), None)
+
+
+def find_run_model(name: str) -> str:
+    """The name, but of a run directory its newest complete checkpoint of the last stage that generates.
+    Raises RunDirError for a run without one.
+    """
+    path = Path(name)
+    if not (path / "config.toml").is_file():
+        return name
+    newest = map(find_newest_checkpoint, map(RunDir(path).stage_checkpoints, GENERATE))
+    for checkpoint in filter(None, newest):
+        return str(checkpoint)
+    raise RunDirError(f"{path} has no complete checkpoint yet; wait for one, or name a model")
 
 
 def list_named(stage_dir: Path) -> list[tuple[int, Path]]:

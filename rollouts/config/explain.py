@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from rollouts.config.aliases import ALIASES, REMOVED, find_name
 from rollouts.config.schema import RunConfig
 from rollouts.config.spelling import nearest_names
-from rollouts.config.tables import NONE, Section
+from rollouts.config.values import NONE, Section
 from rollouts.errors import ConfigError
 
 HEAD = """# Settings

@@ -22,19 +22,14 @@ from rollouts.config.tables import (
     DistributedConfig,
     EngineConfig,
     EvalConfig,
-    FunctionText,
     ModelConfig,
-    NameText,
     OptimConfig,
     OutputConfig,
-    Params,
     ReferenceConfig,
     RolloutConfig,
-    Section,
-    Seed,
     Sources,
-    Tables,
 )
+from rollouts.config.values import FunctionText, NameText, Params, Section, Seed, Tables
 from rollouts.errors import parse_call
 
 # --- what stages share --------------------------------------------------------------------------------------

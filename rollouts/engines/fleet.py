@@ -46,7 +46,7 @@ from rollouts.errors import (
 from rollouts.metrics.spans import note_answer
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import InferenceEngine, PauseMode
-from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
+from rollouts.types import Completion, EngineFeatures, GenerateRequest
 
 WARN_EVERY_S = 30.0
 SERVED = ("healthy", "suspect")
@@ -453,12 +453,6 @@ class Fleet:
         """Whether anyone is in service."""
         await trio.lowlevel.checkpoint()
         return any(member.in_service for member in self._members.values())
-
-    async def load(self) -> EngineLoad:
-        """The requests that members have, and the fleet's own queue."""
-        await trio.lowlevel.checkpoint()
-        running = sum(len(member.calls) for member in self._members.values())
-        return EngineLoad(running=running, waiting=len(self._queue))
 
     def statistics(self) -> dict[str, int]:
         """`engine/<name>/…` for each member, and `fleet/…`. state: 0 healthy, 1 suspect, 2 dead, 3

@@ -438,7 +438,7 @@ def unite_features(members: Iterable[FleetMember]) -> EngineFeatures:
                 f" {first.vocab_size}, and shares_weights={features.shares_weights}; the engines of a"
                 " fleet serve one model, and none generates with the trainer's own parameters"
             )
-    shared = "update_from_checkpoint keep_pause deterministic seeds version_spans log_probs"
+    shared = "update_from_checkpoint keep_pause deterministic seeds version_spans log_probs adapters"
     return replace(
         first,
         **{name: all(getattr(features, name) for features in each) for name in shared.split()},
@@ -446,6 +446,7 @@ def unite_features(members: Iterable[FleetMember]) -> EngineFeatures:
         context_length=min(features.context_length for features in each),
         in_memory_update=False,  # of the members, by weight_sync
         checksum=False,
+        max_adapter_rank=min(features.max_adapter_rank for features in each),
         frees_memory=False,
         gaps=tuple(dict.fromkeys(gap for features in each for gap in features.gaps)),
     )

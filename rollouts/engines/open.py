@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -64,10 +64,12 @@ async def open_server_fleet(
     log_dir: Path,
     seed: int,
     warn: Callable[[str], None],
+    lora: tuple[int, Sequence[str]] | None = None,
 ) -> AsyncIterator[Fleet]:
     """The fleet, every engine of it stale: only a verified weight update puts one into service.
 
-    `model_path`: what started servers load first, also when they are started again. Their logs go to
+    `model_path`: what started servers load first, also when they are started again. `lora`: the rank of the
+    adapters that they are to serve, and the names of the modules that these change. Their logs go to
     `log_dir`. Raises ConfigError and EngineSetupError; everything that was started has ended when this
     leaves.
     """
@@ -78,7 +80,8 @@ async def open_server_fleet(
         enter, key = stack.enter_async_context, read_api_key(config.kind)
         members = [Member(await enter(open_engine(url, api_key=key))) for url in config.urls]
         if not members:
-            command = EngineCommand(config.kind, find_server_python(config), model_path, tuple(config.args))
+            python = find_server_python(config)
+            command = EngineCommand(config.kind, python, model_path, tuple(config.args), lora)
             opening = open_engine_processes(command, count=config.count, log_dir=log_dir)
             for process in await enter(opening):
                 engine = await enter(open_engine(process.url, api_key=process.api_key, name=process.name))

@@ -61,6 +61,7 @@ NOT_INHERITED = re.compile(
     "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
     "|PYTHON(PATH|HOME)|VIRTUAL_ENV|VLLM_API_KEY"
 )
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 Flags = dict[str, str | None]  # names and values; None for a switch
 
 
@@ -71,6 +72,7 @@ class EngineCommand(NamedTuple):
     python: Path  # the Python that has vLLM or SGLang installed
     model: Path  # a Hugging Face model directory
     args: tuple[str, ...] = ()  # the user's own flags, appended last
+    lora: tuple[int, Sequence[str]] | None = None  # greatest rank and modules of adapters; None: it has none
 
 
 def find_free_port() -> int:
@@ -223,6 +225,7 @@ def make_arguments(command: EngineCommand, *, port: int, key_file: Path) -> tupl
         flags["--config"] = str(key_file)
     flags |= {name: value for name, value in list_flags(command, DEFAULTS).items() if name not in own}
     words = [word for flag in flags.items() for word in flag if word is not None]
+    words += [word for flag in list_lora_flags(command) if flag[0] not in own for word in flag]
     return (str(command.python), "-m", MODULES[command.kind], *words, *command.args)
 
 
@@ -232,6 +235,20 @@ def list_flags(command: EngineCommand, table: Mapping[str, str]) -> Flags:
     if not runs_on_gpu(command):
         texts.append(table[f"{command.kind} cpu"])
     return dict(split_flags([word.format(model=command.model) for text in texts for word in text.split()]))
+
+
+def list_lora_flags(command: EngineCommand) -> list[list[str]]:
+    """Those that make the server serve adapters, each with its values. vLLM has some ranks only."""
+    if command.lora is None:
+        return []
+    rank, modules = command.lora
+    flags = [["--enable-lora"]]
+    if command.kind == "vllm":
+        rank = min((one for one in VLLM_RANKS if one >= rank), default=rank)
+        return [*flags, ["--max-lora-rank", str(rank)]]
+    if not runs_on_gpu(command):
+        flags.append(["--lora-backend", "torch_native"])
+    return [*flags, ["--max-lora-rank", str(rank)], ["--lora-target-modules", *modules]]
 
 
 def check_command(command: EngineCommand) -> None:
@@ -289,6 +306,8 @@ def make_environment(
         env["OMP_NUM_THREADS"] = str(threads)
     if command.kind == "vllm":
         env["VLLM_SERVER_DEV_MODE"] = "1"  # opens pausing and weight updates
+        if command.lora is not None:
+            env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         env["VLLM_HOST_IP"] = HOST  # its processes would talk through the machine's network address
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         if threads is not None:  # bound, all servers would take the same cores, and the trainer's too

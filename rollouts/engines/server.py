@@ -5,6 +5,7 @@ in a Dialect; what is the same is here.
                refuses    closed between pause() and resume(); abort_all() answers whoever waits there
     pause      gate closed, everyone answered (abort, wait) or left in flight (keep), then the server frozen
     update     the snapshot checked against the server's model, then dialect.load_weights; pause first
+               an adapter: what is in flight answered with what it has, then dialect.load_adapter
 
 A server is asked under ids of our own making: fixed-width hex, because SGLang aborts every id that begins
 with the one it is given. What would kill a server (an id outside the vocabulary) or be refused by it (a
@@ -15,7 +16,7 @@ import math
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
@@ -46,7 +47,7 @@ from rollouts.errors import (
 )
 from rollouts.models.limits import check_request
 from rollouts.protocols import PauseMode
-from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest, SamplingParams
+from rollouts.types import Completion, EngineFeatures, GenerateRequest, SamplingParams
 
 # for a server to answer what it was told to abort; after it the connection is closed, which aborts too
 ABORT_GRACE_S = 5.0
@@ -56,6 +57,7 @@ SILENT = (
     f"; its log may say why. Until its first answer a server has {START_S:g} s, for it may have to compile:"
     " let it compile less by engine.args (vLLM: --enforce-eager), or ask it for a token before the run"
 )
+ADAPTER_PREFIX = "rollouts-v"  # of the names of adapters that we load
 NEVER_NAMED = "default"  # the version's name in a server that was started and not updated since
 
 
@@ -69,6 +71,7 @@ class Dialect:
     features: EngineFeatures
     _: KW_ONLY
     shapes: TensorShapes | None = None  # of the server's model; None: unknown here
+    adapter: str | None = None  # the server's name for the one that requests use; None: whole weights
     abort_grace_s = ABORT_GRACE_S  # 0: requests are aborted by closing their connections
 
     @property
@@ -103,7 +106,13 @@ class Dialect:
 
     # Called only where features say so.
     async def load_weights(self, path: Path, version: int) -> None:
-        """The snapshot in `path` is loaded and bears `version`."""
+        """The snapshot in `path` is loaded and bears `version`; requests use no adapter any more."""
+
+    async def load_adapter(self, path: Path, version: int) -> None:
+        """Requests use the adapter in `path`, and it bears `version`. Nothing is in flight.
+
+        Each is loaded under a new name: both servers bind a request to the adapter that it came with.
+        """
 
     async def release_memory(self) -> None: ...
     async def restore_memory(self) -> None: ...
@@ -122,7 +131,6 @@ class ServerEngine:
     """One server. Made by open_vllm_engine, open_sglang_engine and open_openai_engine."""
 
     def __init__(self, dialect: Dialect) -> None:
-        self.features = dialect.features
         self.dialect = dialect
         self._in_flight: dict[str, _InFlight] = {}
         self._paused = False  # new requests wait at the gate
@@ -131,6 +139,12 @@ class ServerEngine:
         self._closed = False
         self._changed = trio.lowlevel.ParkingLot()
         self._work: tuple[float, object] = (-math.inf, None)  # when it was asked for, and the answer
+
+    @property
+    def features(self) -> EngineFeatures:
+        """While it serves an adapter it has no checksum: the servers' are of the base alone."""
+        features = self.dialect.features
+        return features if self.dialect.adapter is None else replace(features, checksum=False)
 
     # --- requests
 
@@ -260,13 +274,17 @@ class ServerEngine:
         return parse_version(await self.dialect.read_version_name())
 
     async def checksum(self) -> str | None:
-        """A fingerprint of all weights, in the server's own names and shapes."""
+        """A fingerprint of all weights, in the server's own names and shapes; None with an adapter."""
         self._check_open()
-        return await self.dialect.checksum()
+        return None if self.dialect.adapter is not None else await self.dialect.checksum()
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
         """Loads a directory of safetensors, which the server must see under the same path, as `version`.
         Pause first, in any mode; requests frozen by pause("keep") go on with the new weights.
+
+        A directory with PEFT's adapter_config.json is an adapter, upon the whole weights that the server has.
+        Whatever is in flight when one comes or goes is answered with what it has: it would go on with the
+        adapter that it began with, or with none, under the name of the new version.
 
         Raises EngineError, with nothing sent, for a directory that is damaged or of another model (loading a
         cut file, a server would end), and if the server fails; WeightVersionError if the server names another
@@ -276,14 +294,25 @@ class ServerEngine:
         self._check_open()
         if not self.features.update_from_checkpoint:
             self._refuse_update()
-        path = path.absolute()
+        path, dialect = path.absolute(), self.dialect
+        is_adapter = (path / "adapter_config.json").is_file()
+        if is_adapter and not self.features.adapters:
+            gaps = " ".join(gap for gap in self.features.gaps if "adapter" in gap)
+            raise EngineError(f"{self.features.name} cannot load the adapter {path}. {gaps}")
+        if is_adapter or dialect.adapter is not None:
+            if not self._paused:
+                raise EngineError(f"{self.features.name} generates; call pause() before its adapter changes")
+            await self.abort_all()
+        if is_adapter:  # one that is damaged harms no server: it is read before anything is changed
+            await dialect.load_adapter(path, version)
+            return {"version": version}
         try:
             shapes = await trio.to_thread.run_sync(read_tensor_shapes, path)
-            if self.dialect.shapes is not None:
-                check_same_model(shapes, self.dialect.shapes, path=path)
+            if dialect.shapes is not None:
+                check_same_model(shapes, dialect.shapes, path=path)
         except ModelError as error:
             raise EngineError(f"{self.features.name} was sent nothing: {error}") from error
-        await self.dialect.load_weights(path, version)
+        await dialect.load_weights(path, version)
         return {"version": version, "tensors": len(shapes)}
 
     def _refuse_update(self, *args: object, **options: object) -> NoReturn:
@@ -298,11 +327,6 @@ class ServerEngine:
 
     async def health(self) -> bool:
         return not self._closed and await self.dialect.server.health()
-
-    async def load(self) -> EngineLoad:
-        """What was sent, and what waits here."""
-        await trio.lowlevel.checkpoint()
-        return EngineLoad(**self.statistics())
 
     async def release_memory(self) -> None:
         """Gives memory back. Raises EngineError where the server cannot, and unless it is paused and idle."""
@@ -337,6 +361,11 @@ class ServerEngine:
         self._closed = True
         for entry in self._in_flight.values():
             entry.scope.cancel()
+
+
+def make_adapter_name(version: int) -> str:
+    """A name that the server has never heard."""
+    return f"{ADAPTER_PREFIX}{version}-{uuid.uuid4().hex}"
 
 
 async def _wait_done(entries: Sequence[_InFlight]) -> None:

@@ -19,18 +19,20 @@ import trio
 from msgspec import Struct
 
 from rollouts.engines.server import (
+    ADAPTER_PREFIX,
     LOADING,
     NEVER_NAMED,
     Dialect,
     ServerEngine,
     ServerOptions,
     list_true,
+    make_adapter_name,
     open_server_engine,
     refuse_settings,
     setup_errors,
 )
 from rollouts.engines.wire import Server, VersionSpan, decode_reply, find_tensor_shapes, make_completion
-from rollouts.errors import EngineError, EngineOverloaded, InfrastructureError, ReplyError
+from rollouts.errors import EngineError, EngineOverloaded, InfrastructureError, ReplyError, RequestRefused
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
 
 OLDEST_VERSION = (0, 5, 20)  # the first whose answers say which version produced which token
@@ -93,10 +95,12 @@ class ServerInfo(Struct):
     pp_size: int = 1
     dp_size: int = 1
     max_req_input_len: int | None = None
+    enable_lora: bool | None = False
+    max_lora_rank: int | None = None
 
 
 class Model(Struct):
-    max_model_len: int
+    max_model_len: int | None  # None: an adapter
 
 
 class RankWork(Struct):
@@ -109,6 +113,10 @@ class RankWork(Struct):
 
 class RankChecksum(Struct):
     checksums: dict[str, str]
+
+
+class Loaded(Struct):
+    loaded_adapters: dict[str, str]  # by name their paths
 
 
 class Update(Struct):
@@ -156,12 +164,18 @@ class SGLangServer(Dialect):
         }
         if request.score_prompt:
             body["logprob_start_len"] = 0
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter  # by name
         try:
             answer = await self.server.call("POST", "/generate", body, silence_s=math.inf)
         except trio.Cancelled:
             with trio.move_on_after(CANCEL_GRACE_S, shield=True), suppress(EngineError):
                 await self.abort([server_id])  # the closed connection says the same, a little later
             raise
+        except RequestRefused as error:
+            if self.adapter is None or "LoRA" not in str(error):
+                raise
+            raise EngineError(f"the server has lost its adapter, was it started again? {error}") from error
         where = f"{self.name}: POST /generate"
         reply = decode_reply(answer, Generated, where=where)
         meta, who = reply.meta_info, f"{where}, request {request.request_id!r}"
@@ -211,6 +225,27 @@ class SGLangServer(Dialect):
         }
         await self._update("/update_weights_from_disk", body)
         self._set_salt()
+        self.adapter = None  # it stays in the server until the next one comes
+
+    async def load_adapter(self, path: Path, version: int) -> None:
+        """The one before is unloaded, and what a trainer before this one left. The server reads an adapter
+        again, from its path, when a request names one that was unloaded: none does.
+        """
+        await self._check_info_again()
+        name = make_adapter_name(version)
+        body = {"lora_name": name, "lora_path": str(path)}
+        loaded: Loaded = await self.server.control("/load_lora_adapter", body, Loaded)
+        await self._name_weights(LOADING)
+        self.adapter = name
+        self._set_salt()
+        await self._name_weights(str(version))
+        for other in loaded.loaded_adapters:
+            if other.startswith(ADAPTER_PREFIX) and other != name:  # waits for those who use it: nobody does
+                await self._update("/unload_lora_adapter", {"lora_name": other})
+
+    async def _name_weights(self, name: str) -> None:
+        named = {"new_version": name, "abort_all_requests": False}
+        await self._update("/update_weight_version", named, repeats=True)
 
     async def _check_info_again(self) -> None:
         """A server whose weights were never named has just been started, perhaps by somebody else."""
@@ -249,8 +284,7 @@ class SGLangServer(Dialect):
         old and some new.
         """
         await self._check_info_again()
-        named = {"new_version": LOADING, "abort_all_requests": False}
-        await self._update("/update_weight_version", named, repeats=True)
+        await self._name_weights(LOADING)
         with suppress(EngineError):  # there is none to close
             await self.end_transfer()
         try:
@@ -318,7 +352,7 @@ def open_sglang_engine(
             models = await server.read("/v1/models", list[Model], "data")
         info = await read_server_info(server)
         served = read_vocab_size(Path(model.model_path))
-        longest = max([one.max_model_len for one in models], default=0)
+        longest = max([one.max_model_len or 0 for one in models], default=0)
         needed = context_length or longest
         refuse_settings(
             server.name,
@@ -332,25 +366,7 @@ def open_sglang_engine(
                 f" --context-length {needed}": needed > longest,
             },
         )
-        seeds, frees_memory = info.enable_deterministic_inference, info.enable_memory_saver
-        gaps = {
-            "A request with stop tokens ends at the model's own end-of-text tokens as well.": True,
-            "A request's seed is ignored: the server was started without --enable-deterministic-inference,"
-            " which not all backends have.": not seeds,
-            "Memory is not given back: the server was started without --enable-memory-saver.": (
-                not frees_memory
-            ),
-        }
-        features = EngineFeatures(
-            vocab_size=vocab_size,
-            context_length=needed,
-            deterministic=seeds,
-            name=server.name,
-            seeds=seeds,
-            checksum=True,
-            frees_memory=frees_memory,
-            gaps=list_true(gaps),
-        )
+        features = _describe_features(server.name, info, vocab_size, needed)
         least = info.max_req_input_len
         ends_at = longest - RESERVED if least is None else least + LEAST_ANSWER
         shapes = await trio.to_thread.run_sync(find_tensor_shapes, Path(model.model_path))
@@ -359,6 +375,32 @@ def open_sglang_engine(
         return dialect
 
     return open_server_engine(url, shake_hands, kind="sglang", health_path="/ready", **options)
+
+
+def _describe_features(name: str, info: ServerInfo, vocab_size: int, context_length: int) -> EngineFeatures:
+    seeds, frees_memory = info.enable_deterministic_inference, info.enable_memory_saver
+    adapter_rank = info.max_lora_rank or 0 if info.enable_lora else 0
+    gaps = {
+        "A request with stop tokens ends at the model's own end-of-text tokens as well.": True,
+        "A request's seed is ignored: the server was started without --enable-deterministic-inference,"
+        " which not all backends have.": not seeds,
+        "Memory is not given back: the server was started without --enable-memory-saver.": (not frees_memory),
+        "It serves no adapters: they take --enable-lora, --max-lora-rank and --lora-target-modules.": (
+            not adapter_rank
+        ),
+    }
+    return EngineFeatures(
+        vocab_size=vocab_size,
+        context_length=context_length,
+        deterministic=seeds,
+        name=name,
+        seeds=seeds,
+        checksum=True,
+        adapters=adapter_rank > 0,
+        max_adapter_rank=adapter_rank,
+        frees_memory=frees_memory,
+        gaps=list_true(gaps),
+    )
 
 
 async def _check_temperature(dialect: SGLangServer) -> None:

@@ -14,7 +14,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -30,6 +30,7 @@ from rollouts.engines.server import (
     ServerEngine,
     ServerOptions,
     list_true,
+    make_adapter_name,
     open_server_engine,
     refuse_settings,
     setup_errors,
@@ -85,12 +86,22 @@ class ModelConfig(Struct):
     quantization: str | None = None
 
 
+class LoRAConfig(Struct):
+    max_lora_rank: int
+
+
 class Config(Struct):
     model_config: ModelConfig
     device_config: dict[str, Any] = {}
     parallel_config: dict[str, Any] = {}
     scheduler_config: dict[str, Any] = {}
     weight_transfer_config: dict[str, Any] | None = None
+    lora_config: LoRAConfig | None = None
+
+
+class ServerInfo(Struct):
+    vllm_config: Config
+    vllm_env: dict[str, Any] = {}
 
 
 @dataclass(eq=False)
@@ -119,7 +130,12 @@ class VLLMServer(Dialect):
             params["prompt_logprobs"] = 0  # of the prompt's own tokens
         if sampling.seed is not None and self.features.seeds:
             params["seed"] = sampling.seed & (2**63 - 1)  # the server takes 64 bits, and −1 for none
-        body = {"model": self.model, "request_id": server_id, "token_ids": prompt, "sampling_params": params}
+        body = {
+            "model": self.adapter or self.model,
+            "request_id": server_id,
+            "token_ids": prompt,
+            "sampling_params": params,
+        }
         answer = await self.server.call("POST", GENERATE, body, silence_s=math.inf)
         reply = decode_reply(answer, Generated, where=self.name)
         who = f"{self.name}, request {request.request_id!r}"
@@ -186,6 +202,15 @@ class VLLMServer(Dialect):
             ) from error
         await self._commit(version)
 
+    async def load_adapter(self, path: Path, version: int) -> None:
+        """Not by vLLM's load_inplace: its requests name the directory that they came with, and load it again
+        at each step, so that those of the version before would go on with their own adapter.
+        """
+        name = make_adapter_name(version)
+        await self.server.control("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+        await self._begin()
+        await self._commit(version, name)
+
     async def _begin(self) -> None:
         """From now on its weights have no version. A server whose weights were never named has just been
         started, perhaps by somebody else, so its settings are checked again.
@@ -194,11 +219,15 @@ class VLLMServer(Dialect):
             raise EngineError(f"{self.name} generates; call pause() before its weights are exchanged")
         if await self.read_version_name() == NEVER_NAMED:
             self.server.cold = True
-            await read_config(self.server, self.features.context_length)
+            await read_info(self.server, self.features.context_length)
         await self._name_weights(LOADING)
 
-    async def _commit(self, version: int) -> None:
+    async def _commit(self, version: int, adapter: str | None = None) -> None:
         """Nothing computed by other weights is used again, and what follows carries `version`."""
+        before, self.adapter = self.adapter, adapter
+        if before is not None:
+            with suppress(EngineError):  # a server that was started again has lost it
+                await self.server.control("/v1/unload_lora_adapter", {"lora_name": before})
         path = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
         if not await self.server.control(path, None, bool, "success", repeats=True):
             raise EngineError(
@@ -277,21 +306,22 @@ def open_vllm_engine(
         with setup_errors("is the API key the one of --api-key or VLLM_API_KEY?"):
             models = await server.read("/v1/models", list[ServedModel], "data")
         refuse_settings(server.name, {"serves no model": not models})
-        config = await read_config(server, context_length)
-        model, transfer = config.model_config, config.weight_transfer_config or {}
+        info = await read_info(server, context_length)
+        config = info.vllm_config
+        model, lora, transfer = config.model_config, config.lora_config, config.weight_transfer_config or {}
         on_cpu = config.device_config.get("device") == "cpu"
         # A prompt that is computed in parts is sampled from after each part, and all but the last draw are
         # taken back. vLLM 0.32 takes them back by setting the generator's offset, which one on a CPU does not
         # have: the first such request with a seed would end the server.
         seeds = not on_cpu or not config.scheduler_config.get("enable_chunked_prefill", True)
         frees_memory = model.enable_sleep_mode and not on_cpu
+        adapters = lora is not None and info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") is True
         gaps = {
             "memory is not given back: that takes a GPU and --enable-sleep-mode": not frees_memory,
             "no seeds: on a CPU they end the server where prompts are computed in parts; start it with"
             " --no-enable-chunked-prefill": not seeds,
-            "the checksum leaves out parameters that a CPU keeps packed: prove an update by log-probs too": (
-                on_cpu
-            ),
+            "the checksum lacks parameters that a CPU keeps packed: prove an update by log-probs too": on_cpu,
+            "no adapters: they take --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1": not adapters,
         }
         features = EngineFeatures(
             vocab_size=vocab_size,
@@ -299,6 +329,8 @@ def open_vllm_engine(
             name=server.name,
             seeds=seeds,
             checksum=True,
+            adapters=adapters,
+            max_adapter_rank=lora.max_lora_rank if lora and adapters else 0,
             frees_memory=frees_memory,
             gaps=list_true(gaps),
         )
@@ -321,11 +353,12 @@ def open_vllm_engine(
     return open_server_engine(url, shake_hands, kind="vllm", health_path="/health", **options)
 
 
-async def read_config(server: Server, context_length: int | None) -> Config:
+async def read_info(server: Server, context_length: int | None) -> ServerInfo:
     """The server's settings. Raises EngineSetupError naming the flag to set."""
     with setup_errors("start vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1 in its environment"):
         # a cold one looks over its whole machine: 20 s on two busy cores
-        config = await server.read("/server_info?config_format=json", Config, "vllm_config")
+        info = await server.read("/server_info?config_format=json", ServerInfo)
+    config = info.vllm_config
     model, processes = config.model_config, config.parallel_config.get("_api_process_count", 1)
     refuse_settings(
         server.name,
@@ -340,4 +373,4 @@ async def read_config(server: Server, context_length: int | None) -> Config:
             " --api-server-count 1": processes > 1,
         },
     )
-    return config
+    return info

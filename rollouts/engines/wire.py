@@ -34,7 +34,7 @@ from rollouts.processes.nurseries import run_all
 from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray
 
 T = TypeVar("T")
-SHOWN_BYTES = 200  # of an answer, in an error message
+SHOWN_BYTES = 600  # of an answer, in an error message
 UNKNOWN_VERSION = -1  # weights that were never named
 LOWEST_LOG_PROB = -9000.0  # no token is that unlikely; vLLM writes −9999 for NaN, −infinity and none
 HIGHEST_LOG_PROB = 1e-3  # rounding may lift a certain token a little above 0

@@ -112,5 +112,4 @@ def run_twice(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """What `forward` gives. For the gradient it is computed again, in place of what it would keep."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
-    # in evaluation mode nothing is drawn
-    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+    return checkpoint(forward, *inputs, use_reentrant=False, **options)  # draws an adapter's dropout again

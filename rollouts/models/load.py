@@ -20,8 +20,9 @@ from rollouts.models.directories import (
     naming_errors,
     quiet_transformers,
 )
+from rollouts.models.export import save_hf_model
 from rollouts.models.gguf import find_bundled_file, make_gguf_model
-from rollouts.models.lora_files import apply_adapter, is_adapter, read_base
+from rollouts.models.lora_files import apply_adapter, find_head, is_adapter, read_base
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
 from rollouts.models.tiny import make_tiny
 from rollouts.models.tokenizers import (
@@ -103,6 +104,16 @@ def load_hf_model(
     if base != path:
         apply_adapter(model, path, base)
     return model
+
+
+def save_merged(source: Path, target: Path, dtype: str | None = None) -> None:
+    """Writes the model directory of the base with the adapter in `source` added to its weights, each sum
+    rounded once; without `dtype` in that of the base. Raises ModelError.
+    """
+    base = read_base(source).path
+    stored = str(dtype or read_text_config(base).get("dtype") or "float32").removeprefix("torch.")
+    model = load_hf_model(source, head=find_head(source))
+    save_hf_model(model, target, load_tokenizer(base), dtype=getattr(torch, stored))
 
 
 def load_tokenizer(path: Path, *, chat_template: Path | None = None) -> PreTrainedTokenizerBase:

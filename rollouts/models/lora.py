@@ -24,22 +24,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from rollouts.config.tables import LoraConfig
+from rollouts.config.tables import ALL_LINEAR, LoraConfig
 from rollouts.errors import ModelError
+from rollouts.models.devices import find_device
 from rollouts.models.directories import compute_model_digests
-from rollouts.models.scalar_head import HEAD_WEIGHT, get_scalar_weight, has_scalar_head
+from rollouts.models.scalar_head import HEAD, HEAD_WEIGHT, get_scalar_weight, has_scalar_head
 from rollouts.models.sharded import reshard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."  # before each name in an adapter's file
 ADAPTERS = "_rollouts_adapters"  # attribute of a model
 EXPERTS = "expert"  # part of the names of modules whose weights of three axes are stacks of matrices
@@ -69,12 +69,8 @@ class Adapter:
     """What trains, or has trained."""
 
     config: LoraConfig
-    base: Path  # the directory of its model
-    digests: Mapping[str, str]  # of the base's files
-    model_config: Any  # transformers' of its model
-    places: Mapping[str, Place]
+    of: Adapters  # its model's
     pairs: Mapping[str, Pair]  # by place
-    target_modules: Sequence[str]  # as short as PEFT understands them
     head: nn.Parameter | None  # [1, H], of a critic or a reward model
 
     @cached_property
@@ -82,21 +78,30 @@ class Adapter:
         """Every parameter by its name in PEFT's files."""
         found: dict[str, nn.Parameter] = {}
         for name, pair in self.pairs.items():
-            place = self.places[name]
+            path = self.of.places[name].path
             # PEFT wraps a module once for each of its stacks, so the first is the innermost
-            stacks = [other for other in self.pairs if self.places[other].path == place.path]
+            stacks = [other for other in self.pairs if self.of.places[other].path == path]
             inner = "base_layer." * (len(stacks) - 1 - stacks.index(name))
             for kind, weight in zip("AB", pair, strict=True):
-                found[f"{PREFIX}{place.path}.{inner}lora_{kind}.weight"] = weight
+                found[f"{PREFIX}{path}.{inner}lora_{kind}.weight"] = weight
         return found if self.head is None else found | {PREFIX + HEAD_WEIGHT: self.head}
 
     @property
     def scale(self) -> float:
         return self.config.alpha / self.config.rank
 
+    @property
+    def target_modules(self) -> list[str]:
+        """The linear layers, by the ends of their names where these mean no others."""
+        ends = {name.rpartition(".")[2] for name in self.pairs}
+        linears = {name for name, place in self.of.places.items() if place.experts is None}
+        meant = {name for name in linears if name.rpartition(".")[2] in ends}
+        own = linears & self.pairs.keys()
+        return sorted({name.rpartition(".")[2] for name in own} if meant == own else own)
+
     def compute_delta(self, name: str) -> Tensor:
         """What is added to the weight of a place, laid out as it is."""
-        (a, b), place = self.pairs[name], self.places[name]
+        (a, b), place = self.pairs[name], self.of.places[name]
         if place.experts is None:
             delta = b @ a
         else:
@@ -115,32 +120,31 @@ class Adapters:
 
     base: Path  # the model's directory
     digests: Mapping[str, str]  # of its files
-    places: dict[str, Place]
+    model_config: Any  # transformers'
+    places: Mapping[str, Place]
     active: Routes = ()
     training: bool = False  # whether dropout is on
     hooked: set[str] = field(default_factory=set[str])  # places that look at `active`
+    reached: set[str] = field(default_factory=set[str])  # places whose adapter has been added
 
 
 def prepare_places(model: PreTrainedModel, base: Path) -> None:
     """Notes where adapters of the model in the directory `base` may go, while it has its weights as they were
     loaded. Raises ModelError if a file of the directory cannot be read.
     """
-    heads = (model.get_output_embeddings(), getattr(model, "score", None))
+    heads = (model.get_output_embeddings(), getattr(model, HEAD, None))
     places: dict[str, Place] = {}
-    for path, module in model.named_modules():
+    for path, module in cast(nn.Module, model).named_modules():
         conv = type(module).__name__ == "Conv1D"  # a linear layer of GPT-2's
         for name, weight in module.named_parameters(recurse=False):
-            shape, place = weight.shape, f"{path}.{name}"
-            if weight.ndim == 2 and name == "weight" and (isinstance(module, nn.Linear) or conv):
-                rows, columns = shape[::-1] if conv else shape
-                place = path
-                places[place] = Place(module, path, name, None, rows, columns, conv)
-            elif weight.ndim == 3 and EXPERTS in path:
+            if EXPERTS in path and weight.ndim == 3:
                 turned = bool(getattr(module, "is_transposed", False))
-                rows, columns = shape[:0:-1] if turned else shape[1:]
-                places[place] = Place(module, path, name, shape[0], rows, columns, turned)
-    others = {name: place for name, place in places.items() if all(place.module is not one for one in heads)}
-    setattr(model, ADAPTERS, Adapters(base, compute_model_digests(base), others))
+                rows, columns = weight.shape[:0:-1] if turned else weight.shape[1:]
+                places[f"{path}.{name}"] = Place(module, path, name, len(weight), rows, columns, turned)
+            elif name == "weight" and (conv or isinstance(module, nn.Linear)) and module not in heads:
+                rows, columns = weight.shape[::-1] if conv else weight.shape
+                places[path] = Place(module, path, name, None, rows, columns, conv)
+    setattr(model, ADAPTERS, Adapters(base, compute_model_digests(base), model.config, places))
 
 
 def has_places(model: nn.Module) -> bool:
@@ -148,16 +152,14 @@ def has_places(model: nn.Module) -> bool:
     return hasattr(model, ADAPTERS)
 
 
-def choose_places(model: nn.Module, targets: Sequence[str]) -> dict[str, Place]:
+def choose_places(model: nn.Module, targets: Sequence[str]) -> list[str]:
     """The places that the targets name, by the rule of PEFT: a whole name, or the end of one behind a dot.
     Raises ModelError for a target that names none.
     """
     places: Mapping[str, Place] = getattr(model, ADAPTERS).places
     chosen: set[str] = set()
     for target in targets:
-        found = {
-            name for name in places if target == ALL_LINEAR or name == target or name.endswith(f".{target}")
-        }
+        found = {name for name in places if target == ALL_LINEAR or f".{name}".endswith(f".{target}")}
         if not found:
             ends = ", ".join(sorted({name.rpartition(".")[2] for name in places}))
             raise ModelError(
@@ -165,7 +167,7 @@ def choose_places(model: nn.Module, targets: Sequence[str]) -> dict[str, Place]:
                 f" {type(model).__name__}; it has {ends}"
             )
         chosen |= found
-    return {name: place for name, place in places.items() if name in chosen}
+    return [name for name in places if name in chosen]
 
 
 def make_adapter(
@@ -177,44 +179,28 @@ def make_adapter(
     Each rank of several has all of it. Raises ModelError as choose_places.
     """
     adapters: Adapters = getattr(model, ADAPTERS)
-    generator, dtype = torch.Generator().manual_seed(seed), model.dtype
-    device = model.device
+    generator, dtype, device = torch.Generator().manual_seed(seed), model.dtype, find_device(model)
     pairs: dict[str, Pair] = {}
-    places = choose_places(model, config.targets)
-    for name, place in places.items():
-        rank = config.rank * (place.experts or 1)
-        a = torch.empty((rank, place.columns), dtype=dtype).uniform_(-1, 1, generator=generator)
-        made = (a / math.sqrt(place.columns), torch.zeros((place.rows, rank), dtype=dtype))
-        pairs[name] = Pair(*(nn.Parameter(one.to(device)) for one in made))
+    for name in choose_places(model, config.targets):
+        place = adapters.places[name]
+        rank, bound = config.rank * (place.experts or 1), 1 / math.sqrt(place.columns)
+        a = torch.empty((rank, place.columns), dtype=dtype).uniform_(-bound, bound, generator=generator)
+        b = torch.zeros((place.rows, rank), dtype=dtype)
+        pairs[name] = Pair(nn.Parameter(a.to(device)), nn.Parameter(b.to(device)))
     head = None
     if scalar:
         width = model.config.get_text_config().hidden_size
         own = get_scalar_weight(model).detach() if has_scalar_head(model) else torch.zeros((1, width))
         head = nn.Parameter(own.to(device, dtype, copy=True))
-    linears = {name for name, place in places.items() if place.experts is None}
-    ends = {name.rpartition(".")[2] for name in linears}
-    meant = {
-        name
-        for name, place in adapters.places.items()
-        if place.experts is None and name.rpartition(".")[2] in ends
-    }
-    return Adapter(
-        config,
-        adapters.base,
-        adapters.digests,
-        model.config,
-        places,
-        pairs,
-        sorted(ends if meant == linears else linears),
-        head,
-    )
+    return Adapter(config, adapters, pairs, head)
 
 
-def _hook(adapters: Adapters, name: str, place: Place) -> None:
-    if place.experts is None:
-        place.module.register_forward_hook(partial(_add_to_output, adapters, name))
+def _hook(adapters: Adapters, name: str) -> None:
+    module: Any
+    module, _, attribute, experts, *_ = adapters.places[name]
+    if experts is None:
+        module.register_forward_hook(partial(_add_to_output, adapters, name))
         return
-    module, attribute = place.module, place.weight
     kept: Any = getattr(type(module), attribute, None)  # a property, of quantised weights
 
     def read(self: nn.Module) -> Tensor:
@@ -226,13 +212,13 @@ def _hook(adapters: Adapters, name: str, place: Place) -> None:
                 weight = weight + adapter.compute_delta(name)
         return weight
 
-    changed: Any = type(type(module).__name__, (type(module),), {attribute: property(read)})
-    module.__class__ = changed
+    module.__class__ = type(type(module).__name__, (type(module),), {attribute: property(read)})
 
 
 def _add_to_output(
     adapters: Adapters, name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
 ) -> Tensor:
+    adapters.reached.add(name)
     for adapter, rows in adapters.active:
         if pair := adapter.pairs.get(name):
             states = inputs[0] if rows is None else inputs[0][rows]
@@ -241,6 +227,18 @@ def _add_to_output(
             delta = linear(linear(states, pair.a), pair.b) * adapter.scale
             output = output + delta if rows is None else output.index_add(0, rows, delta.to(output.dtype))
     return output
+
+
+def check_reached(adapter: Adapter) -> None:
+    """Raises ModelError, after a forward pass, for a layer that does not run as a module: its adapter would
+    neither count nor train. Of experts some may have had no token.
+    """
+    left = [name for name in adapter.pairs.keys() - adapter.of.reached if EXPERTS not in name]
+    if left:
+        raise ModelError(
+            f"the adapter of {min(left)} (and {len(left) - 1} more) had no effect: the model reads the weight"
+            " of that layer without running it; leave it out of model.lora.targets"
+        )
 
 
 @contextmanager
@@ -253,7 +251,7 @@ def use_adapters(model: nn.Module, routes: Routes, *, training: bool = False) ->
     for adapter, _ in routes:
         for name in adapter.pairs.keys() - adapters.hooked:
             adapters.hooked.add(name)
-            _hook(adapters, name, adapter.places[name])
+            _hook(adapters, name)
     before = adapters.active, adapters.training
     adapters.active, adapters.training = routes, training
     try:
@@ -297,7 +295,8 @@ def find_scalar_weight(model: nn.Module) -> Tensor:
 @torch.no_grad()
 def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
     """Adds the adapter to the weights of its model, in place, each sum rounded once."""
-    for name, place in adapter.places.items():
+    for name in adapter.pairs:
+        place = adapter.of.places[name]
         weight = place.module._parameters[place.weight]
         assert weight is not None, f"{name} is quantised"
         weight.add_(adapter.compute_delta(name))

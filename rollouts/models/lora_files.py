@@ -20,10 +20,11 @@ from torch import Tensor
 
 from rollouts.config.tables import LoraConfig
 from rollouts.errors import ModelError
-from rollouts.models.directories import naming_errors
+from rollouts.models.directories import ModelHead, naming_errors
 from rollouts.models.lora import PREFIX, Adapter, make_adapter, merge_adapter, prepare_places
 from rollouts.models.safetensors_file import write_safetensors
 from rollouts.models.scalar_head import HEAD, HEAD_WEIGHT, get_scalar_weight, has_scalar_head
+from rollouts.models.sharded import make_meta_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "base.json"
 MEASURED = ("score_mean", "score_std")  # what the stage reward_model adds to a model's config
 NAMES_SHOWN = 3
+HEADS = {HEAD, "classifier"}  # what PEFT saves of a model that scores: whichever the model has
 # settings of PEFT that change nothing of what an adapter computes once it is there, and those that are read
 HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "lora_dropout",
@@ -44,35 +46,34 @@ def is_adapter(path: Path) -> bool:
     return (path / CONFIG_FILE).is_file()
 
 
-def write_adapter(adapter: Adapter, path: Path) -> None:
-    """Writes the directory `path`. Not atomic, not synced. Raises OSError."""
+def write_adapter(adapter: Adapter, path: Path, weights: Mapping[str, Tensor]) -> None:
+    """The directory `path`, with `weights` as the adapter's. Not atomic, not synced. Raises OSError."""
     write_adapter_config(adapter, path)
-    write_safetensors(path / WEIGHTS_FILE, adapter.weights)
+    write_safetensors(path / WEIGHTS_FILE, weights)
 
 
 def write_adapter_config(adapter: Adapter, path: Path) -> None:
     """All of an adapter's directory but its weights. Raises OSError."""
     path.mkdir(parents=True, exist_ok=True)
-    stacks = sorted(name for name, place in adapter.places.items() if place.experts)
+    of = adapter.of
+    stacks = sorted(name for name in adapter.pairs if adapter.of.places[name].experts)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if adapter.head is None else "SEQ_CLS",
-        "base_model_name_or_path": str(adapter.base),
+        "base_model_name_or_path": str(of.base),
         "inference_mode": True,
         "r": adapter.config.rank,
         "lora_alpha": adapter.config.alpha,
         "lora_dropout": adapter.config.dropout,
         "bias": "none",
-        "fan_in_fan_out": any(place.turned and not place.experts for place in adapter.places.values()),
-        "target_modules": list(adapter.target_modules),
+        "fan_in_fan_out": any(of.places[name].turned for name in adapter.pairs.keys() - {*stacks}),
+        "target_modules": adapter.target_modules,
         "target_parameters": stacks or None,
         "modules_to_save": None if adapter.head is None else [HEAD],
     }
     # of a reward model of scores
-    measured = {
-        name: one for name in MEASURED if (one := getattr(adapter.model_config, name, None)) is not None
-    }
-    base = {"path": str(adapter.base), "files": dict(adapter.digests), "config": measured}
+    measured = {name: one for name in MEASURED if (one := getattr(of.model_config, name, None)) is not None}
+    base = {"path": str(of.base), "files": dict(of.digests), "config": measured}
     for name, content in ((CONFIG_FILE, config), (BASE_FILE, base)):
         (path / name).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
@@ -88,7 +89,7 @@ def read_adapter_config(path: Path) -> LoraConfig:
         if odd.pop("bias", "none") != "none":
             odd["bias"] = config["bias"]
         scaled = odd.pop("use_rslora", False)
-        if config["peft_type"] != "LORA" or odd or set(config.get("modules_to_save") or ()) - {HEAD}:
+        if config["peft_type"] != "LORA" or odd or set(config.get("modules_to_save") or ()) - HEADS:
             raise ModelError(
                 f"{file} asks for {odd or config.get('modules_to_save')} (peft_type={config['peft_type']!r}),"
                 " which is not computed here; use a plain LoRA adapter"
@@ -115,10 +116,10 @@ def load_adapter(adapter: Adapter, path: Path) -> None:
                 " set it to the former"
             )
     base = read_base(path)
-    if base.files is not None and base.files != adapter.digests:
+    if base.files is not None and base.files != adapter.of.digests:
         raise ModelError(
-            f"{path} is an adapter of the model that was at {base.path}, and the model at {adapter.base} has"
-            " other files (base.json has their digests); use the model that it was trained on"
+            f"{path} is an adapter of the model that was at {base.path}; that at {adapter.of.base} has other"
+            " files (base.json has their digests); use the model that it was trained on"
         )
     found, weights = read_adapter_weights(path), adapter.weights
     head = PREFIX + HEAD_WEIGHT
@@ -146,6 +147,23 @@ def read_adapter_weights(path: Path) -> dict[str, Tensor]:
     """Every matrix by its name in the file. Raises ModelError."""
     with naming_errors(f"{path / WEIGHTS_FILE} cannot be read"):
         return load_file(path / WEIGHTS_FILE)
+
+
+def count_adapter(config: LoraConfig, base: Path) -> int:
+    """Parameters of an adapter of the model in `base`, of which no weights are loaded. Raises ModelError
+    unless the config, and the adapter that it starts from, fit that model.
+    """
+    model = make_meta_model(base, dtype=torch.float32, head="tokens")
+    prepare_places(model, base)
+    adapter = make_adapter(model, config)
+    if config.init_from:
+        load_adapter(adapter, Path(config.init_from))
+    return sum(weight.numel() for weight in adapter.weights.values())
+
+
+def find_head(path: Path) -> ModelHead:
+    """Which head the model with the adapter in `path` has. Raises ModelError."""
+    return "scalar" if PREFIX + HEAD_WEIGHT in read_adapter_weights(path) else "tokens"
 
 
 class Base(NamedTuple):
@@ -177,8 +195,7 @@ def apply_adapter(model: PreTrainedModel, path: Path, base: Path) -> None:
     is the one in `base`. Raises ModelError.
     """
     prepare_places(model, base)
-    scalar = has_scalar_head(model) and any(name.endswith(HEAD_WEIGHT) for name in read_adapter_weights(path))
-    adapter = read_adapter(model, path, scalar=scalar)
+    adapter = read_adapter(model, path, scalar=has_scalar_head(model) and find_head(path) == "scalar")
     merge_adapter(model, adapter)
     if adapter.head is not None:
         with torch.no_grad():

@@ -48,6 +48,7 @@ class PreparedRun:
     # the directory that the first stage starts from; started servers load it before they get the trainer's
     # weights
     base_model: Path = Path()
+    adapter_parameters: int = 0  # of model.lora
     tokenizer: Any = None
     teacher: Path | None = None  # the directory of RL's; None: there is none here
     against: Path | None = None  # the directory of eval.against; None: it names none
@@ -59,6 +60,7 @@ def prepare_run(config: RunConfig, stages: Sequence[str], run_dir: RunDir, findi
     run's config has steps in place of epochs.
     """
     from rollouts.models.load import load_tokenizer, resolve_model
+    from rollouts.models.lora_files import count_adapter
 
     rows = load_all_rows(config, stages, findings)
     functions = load_functions(config, stages, findings)
@@ -78,6 +80,9 @@ def prepare_run(config: RunConfig, stages: Sequence[str], run_dir: RunDir, findi
             run.against = resolve_model(name, seed=config.seed)
             check_tokens(run.against, "eval.against", run.tokenizer)
         run.prepared = prepare_rows(config, rows, run.tokenizer, context_length, findings)
+        if config.model.lora:
+            with findings.reporting("model.lora"):
+                run.adapter_parameters = count_adapter(config.model.lora, run.base_model)
         with findings.reporting("output.dir"):
             saved = load_recorded(run_dir.config) if run_dir.config.exists() else None
             run.config = count_epochs(config, rows, run.prepared, saved, findings)
@@ -100,6 +105,7 @@ def look_at_run(
     `local_ranks` processes of the run are on this machine.
     """
     from rollouts.models.devices import read_free_gpu_memory
+    from rollouts.reference.quantize import count_bytes_by_headers
 
     run, gpu_bytes = prepare_run(config, stages, run_dir, findings), None
     with findings.reporting("model.device"):
@@ -110,6 +116,9 @@ def look_at_run(
     present = [stage for stage in stages if getattr(config, stage)]
     with findings.reporting("memory"):
         size = read_model_size(run.base_model) if run.tokenizer else None
+        if size and (lora := config.model.lora):
+            frozen = count_bytes_by_headers(run.base_model, lora.base)
+            size = size._replace(adapter=run.adapter_parameters, base_bytes=frozen)
         teacher = read_model_size(run.teacher) if run.teacher else None
         if size:
             for stage in present:

@@ -32,6 +32,8 @@ class ModelSize(NamedTuple):
     inner: int  # width of the feed-forward part
     query: int  # width of all query heads
     key_value: int  # width of all key heads, and of all value heads
+    adapter: int = 0  # parameters of model.lora; 0: the model itself trains
+    base_bytes: int = 0  # of the model's weights, as model.lora.base keeps them
 
 
 def read_model_config(model_dir: Path) -> dict[str, Any]:
@@ -102,10 +104,12 @@ def _trained_parts(size: ModelSize, shards: int = 1, *, undoes: bool = False) ->
     """Bytes of what AdamW trains with, divided among `shards` ranks; with the copy that rl.kl_limit undoes an
     update by.
     """
-    weights = FLOAT_BYTES * size.parameters // shards
+    weights = FLOAT_BYTES * (size.adapter or size.parameters // shards)
     share = f" / {shards} ranks" if shards > 1 else ""
+    what = "adapter" if size.adapter else "weights"
     return {
-        f"weights 4 x {size.parameters / 1e6:.4g}M{share}": weights,
+        f"the frozen model{share}": size.base_bytes // shards,
+        f"{what} 4 x {(size.adapter or size.parameters) / 1e6:.4g}M{'' if size.adapter else share}": weights,
         "gradients as much": weights,
         "AdamW twice that": 2 * weights,
         "a copy of weights and moments for kl_limit": undoes * 3 * weights,
@@ -131,6 +135,8 @@ def _other_parts(
         copies = engine.kind == "local" and (engine.mode == "copied" or config.distributed.ranks > 1)
     else:
         step = _rows_of_step(stage, section) * (lengths.longest_row or section.max_length)
+    # beside an adapter's trainer on one rank the engine has the model already
+    engine_base = weights if not size.adapter else size.base_bytes * (config.distributed.ranks > 1)
     compares = needs_reference(rl) if rl else stage == "preference" and section.loss not in REFERENCE_FREE
     length = lengths.longest_prompt + sampled
     # Of one token the backward pass needs what each layer computed; with checkpointing each layer's input and
@@ -143,10 +149,11 @@ def _other_parts(
         f"keys and values 8 x {rows} rows x {length} tokens x {size.layers} layers x {size.key_value}": (
             2 * FLOAT_BYTES * rows * length * size.layers * size.key_value
         ),
-        "the engine's own weights": copies * weights,
-        "a critic of the same size": bool(rl and rl.critic) * sum(_trained_parts(size, shards).values()),
+        "the engine's own weights": copies * (engine_base + FLOAT_BYTES * size.adapter),
+        "a critic of the same size": bool(rl and rl.critic)
+        * sum(_trained_parts(size._replace(base_bytes=0), shards).values()),
         "a reward model of the same size": bool(rl and rl.rollout.reward_model) * weights,
-        "the reference's weights": compares * weights,
+        "the reference's weights": (compares and not size.adapter) * weights,
         f"activations {tokens} tokens x {per_token / 1024:.4g} KiB": tokens * per_token,
     }
 

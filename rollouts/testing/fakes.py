@@ -34,7 +34,6 @@ from rollouts.protocols import Bucket, PauseMode, WeightSink
 from rollouts.types import (
     Completion,
     EngineFeatures,
-    EngineLoad,
     FinishReason,
     FloatRows,
     ForwardBackwardResult,
@@ -200,11 +199,6 @@ class ScriptedEngine:
     async def health(self) -> bool:
         await trio.lowlevel.checkpoint()
         return not self._closed
-
-    async def load(self) -> EngineLoad:
-        await trio.lowlevel.checkpoint()
-        started = sum(running.started for running in self._running.values())
-        return EngineLoad(running=started, waiting=len(self._running) - started)
 
     async def checksum(self) -> str | None:
         await trio.lowlevel.checkpoint()

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 import torch
 import trio
+from torch import Tensor
 from trio.to_thread import run_sync as run_in_thread
 
 from rollouts.checkpoints.load import FileRecord, record_file
@@ -33,7 +34,9 @@ from rollouts.checkpoints.save import TEMPORARY_PREFIX, move_aside
 from rollouts.errors import SnapshotError, WeightSyncError
 from rollouts.models.export import SHARD_BYTES, Bucket, FileNames, ShardWriter, name_shards, write_description
 from rollouts.models.host_memory import read_free_memory
+from rollouts.models.load import load_hf_model
 from rollouts.models.lora import Adapter, list_trained
+from rollouts.models.lora_files import write_adapter
 from rollouts.protocols import TrainingBackend, WeightSink
 from rollouts.run_dir import fsync_path
 from rollouts.weight_sync.update import log_warning
@@ -78,16 +81,19 @@ class DiskSnapshots:
         *,
         dtype: str | None = None,
         model_dir: Path | None = None,
+        merge: bool = False,
         warn: Callable[[str], object] = log_warning,
     ) -> None:
         """`dtype`: what floating-point weights are stored as, by torch's name; None: as the trainer has them.
         `model_dir`: where files come from that a server wants beside weights (tokenizer, chat template).
+        `merge`: an adapter is written as its whole model with the adapter added.
         """
         if dtype is not None and dtype not in DTYPES:
             raise WeightSyncError(f"engines serve no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
         self._folder = folder
         self._dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
         self._model_dir = model_dir
+        self.merge = merge
         self._warn = warn
         self._made: dict[int, Snapshot] = {}  # by version
         self._cleared = False
@@ -133,7 +139,9 @@ class DiskSnapshots:
         while path.exists():
             edition += 1
             path = self._folder / f"v{version}-{edition}"
-        made = await export_snapshot(source, path, dtype=self._dtype, model_dir=self._model_dir)
+        made = await export_snapshot(
+            source, path, dtype=self._dtype, model_dir=self._model_dir, merge=self.merge
+        )
         self._made[version] = made
         return made
 
@@ -206,6 +214,24 @@ def count_bytes(trained: PreTrainedModel | Adapter | None, dtype: torch.dtype | 
     )
 
 
+async def hold_merged(source: WeightSource, adapter: Adapter, folder: Path) -> HeldWeights:
+    """The adapter's model with the adapter as `source` streams it added to its weights; by way of `folder`.
+    While it is held it takes the memory of the model. Raises ModelError, OSError.
+    """
+    weights: dict[str, Tensor] = {}
+    await stream_guarded(
+        source, lambda bucket: weights.update({name: one.to("cpu", copy=True) for name, one in bucket})
+    )
+
+    def merge() -> HeldWeights:
+        write_adapter(adapter, folder, weights)
+        model = load_hf_model(folder)
+        shutil.rmtree(folder)
+        return HeldWeights(model, [list(model.named_parameters())])
+
+    return await run_in_thread(merge)
+
+
 # --- writing ------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +242,7 @@ async def export_snapshot(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     model_dir: Path | None = None,
+    merge: bool = False,
 ) -> Snapshot:
     """The snapshot `path` (a new name like v12), complete on disk.
 
@@ -228,6 +255,9 @@ async def export_snapshot(
     shard_bytes = min(shard_bytes, max(LEAST_SHARD_BYTES, count_bytes(trained, dtype) // SHARDS))
     try:
         await run_in_thread(lambda: temporary.mkdir(parents=True))
+        if merge and isinstance(trained, Adapter):
+            source = await hold_merged(source, trained, temporary / "adapter")
+            trained = source.trained
         names = await run_in_thread(FileNames, trained)
         shard_bytes = sys.maxsize if isinstance(trained, Adapter) else shard_bytes  # one file
         shards = await _stream_shards(source, temporary, names, dtype, shard_bytes)

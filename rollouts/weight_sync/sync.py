@@ -36,11 +36,12 @@ from rollouts.engines.processes import split_flags
 from rollouts.errors import SnapshotError, WeightSyncError
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.models.export import Bucket
+from rollouts.models.lora import Adapter
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import InferenceEngine, SyncWeights, TrainingBackend
 from rollouts.types import FloatArray
 from rollouts.weight_sync.broadcast_servers import open_broadcast
-from rollouts.weight_sync.snapshots import DiskSnapshots, Snapshot, WeightSource, stream_guarded
+from rollouts.weight_sync.snapshots import DiskSnapshots, Snapshot, WeightSource, find_trained, stream_guarded
 from rollouts.weight_sync.update import (
     EngineUpdate,
     Probe,
@@ -359,23 +360,44 @@ async def open_synced_fleet(
     updates took. Raises what open_server_fleet raises, WeightSyncError for a transport that this machine
     cannot run.
     """
-    dtype = find_served_dtype(config, model_path)
-    probe = make_probe(vocab_size, tolerance=choose_tolerance(exact=trainer_exact and dtype == "float32"))
-    keeper = DiskSnapshots(
-        snapshot_dir, dtype=None if dtype == "float32" else dtype, model_dir=model_path, warn=warn
-    )
+    dtype, adapter = find_served_dtype(config, model_path), find_trained(backend)
+    # a packed base rounds as well
+    exact = trainer_exact and dtype == "float32"
+    lora = None
+    if isinstance(adapter, Adapter):
+        lora = adapter.config.rank, adapter.target_modules
+        exact = exact and adapter.config.base == "float32"
+    probe = make_probe(vocab_size, tolerance=choose_tolerance(exact=exact))
     open_transport: Any = nullcontext()
-    if config.transport != "disk":
-        sent_as = None if dtype is None else getattr(torch, dtype)
-        kind = "vllm" if config.kind == "vllm" else "sglang"
-        open_transport = open_broadcast(kind, wire=choose_wire(config, device), dtype=sent_as)
+    if config.transport != "disk" and lora is None:  # an adapter is a small file
+        open_transport = open_broadcast(
+            "vllm" if config.kind == "vllm" else "sglang",
+            wire=choose_wire(config, device),
+            dtype=None if dtype is None else getattr(torch, dtype),
+        )
     async with (
         open_server_fleet(
-            config, model_path, vocab_size=vocab_size, log_dir=log_dir, seed=seed, warn=warn
+            config,
+            model_path,
+            vocab_size=vocab_size,
+            log_dir=log_dir,
+            seed=seed,
+            warn=warn,
+            lora=lora,
         ) as fleet,
         open_transport as transport,
         open_plain_nursery() as nursery,
     ):
+        merge = lora is not None and not fleet.features.adapters
+        if merge:
+            warn("the engines serve no LoRA adapters, so whole weights are sent, with the adapter merged")
+        keeper = DiskSnapshots(
+            snapshot_dir,
+            dtype=None if dtype == "float32" else dtype,
+            model_dir=model_path,
+            merge=merge,
+            warn=warn,
+        )
         sync = WeightSync(
             probe,
             keeper=keeper,
@@ -386,14 +408,14 @@ async def open_synced_fleet(
             spans=spans,
         )
         nursery.start_soon(sync.keep_engines_current)
+        yield fleet, partial(sync_members, fleet, sync)
 
-        async def sync_members(*step: Any, **options: Any) -> Mapping[str, float]:
-            """Waits for a member that can be updated, and has the fleet's statistics as metrics."""
-            await fleet.wait_members_for_update()
-            metrics = await sync(*step, **options)
-            return {**metrics, **{make_metric_name(key): value for key, value in fleet.statistics().items()}}
 
-        yield fleet, sync_members
+async def sync_members(fleet: Fleet, sync: WeightSync, *step: Any, **options: Any) -> Mapping[str, float]:
+    """Waits for a member that can be updated, and has the fleet's statistics as metrics."""
+    await fleet.wait_members_for_update()
+    metrics = await sync(*step, **options)
+    return {**metrics, **{make_metric_name(key): value for key, value in fleet.statistics().items()}}
 
 
 def make_metric_name(name: str) -> str:

@@ -1,7 +1,7 @@
 """Every check of rollouts.testing.torch_contracts, and of what only ranks can do wrong, on one backend over
-ranks; rank 0 reports by name.
+ranks, in which a model or an adapter trains; rank 0 reports by name.
 
-torchrun … -m tests.distributed.contract_program SHARD_SIZE OUT
+torchrun … -m tests.distributed.contract_program TRAINED OUT
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ import tempfile
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,16 @@ from rollouts.backends import captures
 from rollouts.checkpoints import load as checkpoints
 from rollouts.checkpoints.save import save_checkpoint
 from rollouts.checkpoints.writer import Keep, open_checkpoint_writer
-from rollouts.config.tables import OptimConfig
+from rollouts.config.tables import LoraConfig, OptimConfig
 from rollouts.errors import RunDirError, StorageError
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.inputs import reduce_loss
-from rollouts.models.load import resolve_model
+from rollouts.models.lora import Adapter, list_trained
 from rollouts.run_dir import RunDir
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import SFT, STEP, make_batch, raised_by, train
 from rollouts.types import LossSpec
+from tests.distributed.train_program import find_model
 from tests.support import backend_checks
 
 OPTIM = OptimConfig(lr=1e-2)
@@ -169,7 +169,7 @@ async def check_a_sink_that_raises_leaves_the_ranks_in_step(open_backend: Any) -
             raise OSError("the sink failed")
 
         error = await raised_by(backend.stream_weights(sink))
-        assert isinstance(error, OSError) and buckets == [len(dict(backend.model.named_parameters()))], (
+        assert isinstance(error, OSError) and buckets == [len(list_trained(backend.trained))], (
             error,
             buckets,
         )
@@ -268,11 +268,14 @@ async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(
             await step.result()
         expected, found = read_files(saved), read_files(beside)
         weights = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)} | {
-            "model.safetensors.index.json"
+            "model.safetensors.index.json",
+            "config.json",
         }
-        assert {*weights, "config.json", "state/backend.json", "state/optimizer-1-of-2.safetensors"} <= set(
-            found
-        ), sorted(found)
+        if isinstance(backend.trained, Adapter):
+            weights = {"adapter_model.safetensors", "adapter_config.json", "base.json"}
+        assert {*weights, "state/backend.json", "state/optimizer-1-of-2.safetensors"} <= set(found), (
+            found.keys()
+        )
         assert (
             found.keys() == expected.keys()
             and [name for name in expected if found[name] != expected[name]] == []
@@ -320,6 +323,8 @@ async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(
             "model-of-rank-0-00001.safetensors": 0,
             "model-of-rank-1-00001.safetensors": 1,
         }
+        if isinstance(backend.trained, Adapter):
+            del refused["model-of-rank-1-00001.safetensors"]  # rank 0 writes all of it
         for name, rank in refused.items():
             path = folder / name.replace("/", "-")
             (path / name).mkdir(parents=True)
@@ -344,26 +349,43 @@ async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(
 # --- running them -------------------------------------------------------------------------------------------
 
 
-def list_checks() -> dict[str, Callable[..., Awaitable[None]]]:
+# what trains, the settings that make it so, and the base: an adapter's frozen head must tell tokens apart
+TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "model": ("tiny:byte", {}),
+    "adapter": ("gpt2", {"lora": LoraConfig(rank=4, alpha=8.0).model_dump()}),
+}
+
+
+def list_checks(trained: str) -> dict[str, Callable[..., Awaitable[None]]]:
     """The contract's checks and those above, by name."""
     found = {**vars(contract), **vars(backend_checks), **globals()}
+    if trained == "adapter":  # every rank has all of it
+        del found["check_no_parameter_is_whole_on_a_rank"]
     return {name: check for name, check in sorted(found.items()) if name.startswith("check_")}
 
 
 async def drive(channel: Any, ranks: Any) -> dict[str, str]:
     from rollouts.backends.fsdp import open_fsdp_backend
 
-    path = await trio.to_thread.run_sync(partial(resolve_model, "tiny:byte", seed=0))
+    name, trained = TRAINED[sys.argv[1]]
+    path = await trio.to_thread.run_sync(find_model, name)
 
     @asynccontextmanager
     async def open_backend(**options: Any) -> AsyncIterator[Any]:
-        settings: Any = {"optim": OPTIM, "total_steps": 10, "autocast": "off", "threads": 1, **options}
+        settings: Any = {
+            "optim": OPTIM,
+            "total_steps": 10,
+            "autocast": "off",
+            "threads": 1,
+            **trained,
+            **options,
+        }
         async with open_fsdp_backend(path, channel=channel, ranks=ranks, **settings) as backend:
             yield backend
 
     results: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, check in list_checks().items():
+        for name, check in list_checks(sys.argv[1]).items():
             arguments = [Path(folder, name)] if "folder" in inspect.signature(check).parameters else []
             try:
                 with trio.fail_after(60):
@@ -378,4 +400,4 @@ if __name__ == "__main__":
     from tests.distributed.job import main
 
     torch.set_num_threads(1)
-    main(drive, shard_size=int(sys.argv[1]))
+    main(drive)

@@ -1,24 +1,31 @@
-"""The contract of every TrainingBackend, and what only ranks can do wrong, on FSDPTrainingBackend: one
-launch, one test for each check.
+"""The contract of every TrainingBackend, and what only ranks can do wrong, on FSDPTrainingBackend: a
+launch for what trains, one test for each check.
 """
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.contract_program import list_checks
+from tests.distributed.contract_program import TRAINED, list_checks
 from tests.distributed.job import run_ranks
 
 pytestmark = pytest.mark.slow
 
 
+@cache
+def run_checks(trained: str, folder: Path) -> dict[str, str]:
+    return run_ranks(2, "tests.distributed.contract_program", trained, out=folder / trained)
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_ranks(
-        2, "tests.distributed.contract_program", "0", out=tmp_path_factory.mktemp("contract") / "results"
-    )
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("contract")
 
 
-@pytest.mark.parametrize("check", list_checks())
-def test_contract_on_two_ranks(check: str, results: dict[str, str], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("trained", "check"), [(one, check) for one in TRAINED for check in list_checks(one)]
+)
+def test_contract_on_two_ranks(trained: str, check: str, folder: Path):
+    results = run_checks(trained, folder)
     assert results[check] == "ok", results[check]

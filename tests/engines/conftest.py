@@ -121,14 +121,14 @@ def save_random_model(path: Path, *, seed: int, std: float) -> None:
 
 @contextlib.contextmanager
 def run_server(
-    kind: Kind, python: Path, model: Path, folder: Path, *flags: str, **environment: str
+    kind: Kind, python: Path, model: Path, folder: Path, *flags: str, lora: Any = None, **environment: str
 ) -> Iterator[RunningServer]:
     """A server on a CPU, in a process group that is killed in the end. Its log and key are in `folder`."""
     port, api_key = find_free_port(), secrets.token_hex(16)
     keys, log = folder / "keys.yaml", folder / "server.log"
     keys.touch(mode=0o600)
     keys.write_text(f'api-key: "{api_key}"\n')
-    command = EngineCommand(kind, python, model, (*ARGS[kind].split(), *flags))
+    command = EngineCommand(kind, python, model, (*ARGS[kind].split(), *flags), lora)
     words = make_arguments(command, port=port, key_file=keys)
     env = make_environment(command, os.environ, threads=1) | {"HF_HUB_OFFLINE": "1"}
     env |= {"VLLM_API_KEY": api_key, "VLLM_NO_USAGE_STATS": "1"} | environment

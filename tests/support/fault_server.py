@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import trio
 
+from rollouts.engines.server import ADAPTER_PREFIX
 from rollouts.engines.sglang import open_sglang_engine
 from rollouts.engines.vllm import SERVER_PREFIX, open_vllm_engine
 from rollouts.types import GenerateRequest, SamplingParams
@@ -144,9 +145,32 @@ async def _common(server: FaultServer, path: str, body: dict[str, Any]) -> Any:
         return {"data": [{"id": "policy", "max_model_len": server.process.context_length}]}
     if path == "/update_weight_version":
         await server.process.set_version(str(body["new_version"]))
+    elif path.endswith("load_lora_adapter"):
+        return await _change_adapters(server, path.removeprefix("/v1"), body)
     elif path not in ("/health", "/ready"):
         raise BadAnswer(404, "Not Found")
     return DONE
+
+
+async def _change_adapters(server: FaultServer, path: str, body: dict[str, Any]) -> Any:
+    """vLLM says 500 to an adapter that it does not take, SGLang says what it has."""
+    process, is_vllm, settings = server.process, server.dialect == "vllm", server.settings
+    rank = settings.get("lora_config", settings).get("max_lora_rank")
+    if rank is None:
+        raise BadAnswer(404, "Not Found")
+    name = body["lora_name"]
+    if path == "/unload_lora_adapter":
+        if process.adapters.pop(name, None) is None:
+            raise BadAnswer(404 if is_vllm else 400, f"{name} is not loaded")
+    else:
+        folder = Path(body["lora_path"])
+        asked = json.loads((folder / "adapter_config.json").read_bytes())["r"]
+        if asked > rank:
+            raise BadAnswer(
+                500 if is_vllm else 400, f"LoRA rank {asked} is greater than max_lora_rank {rank}"
+            )
+        await process.load_adapter(name, folder)
+    return b"Success" if is_vllm else DONE | {"loaded_adapters": dict.fromkeys(process.adapters, "")}
 
 
 async def _vllm(server: FaultServer, path: str, query: str, body: dict[str, Any]) -> Any:
@@ -185,7 +209,8 @@ async def _vllm(server: FaultServer, path: str, query: str, body: dict[str, Any]
                 "device_config": {"device": "cpu"},
                 "scheduler_config": {"enable_chunked_prefill": False},
             }
-            return {"vllm_config": config | server.settings}
+            env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": server.settings.get("updating", True)}
+            return {"vllm_config": config | server.settings, "vllm_env": env}
         case "/metrics":
             return _write_metrics(process)
         case _:
@@ -213,7 +238,11 @@ def _mode(text: str) -> Any:
 
 
 async def _answer(
-    process: SimulatedProcess, server_id: str, ids: list[int], params: dict[str, Any]
+    process: SimulatedProcess,
+    server_id: str,
+    ids: list[int],
+    params: dict[str, Any],
+    adapter: str | None,
 ) -> Answer:
     sampling = SamplingParams(
         max_new_tokens=params.get("max_tokens", params.get("max_new_tokens", 16)),
@@ -223,7 +252,7 @@ async def _answer(
     )
     prompt_ids = np.asarray(ids, np.int64)
     request = GenerateRequest(request_id=server_id, prompt_ids=prompt_ids, sampling=sampling)
-    return await process.answer(request, server_id)
+    return await process.answer(request, server_id, adapter=adapter)
 
 
 def _send(record: Any, answer: Answer) -> Reply:
@@ -236,7 +265,11 @@ async def _generate_vllm(process: SimulatedProcess, body: dict[str, Any]) -> Rep
     server_id = SERVER_PREFIX + str(body.get("request_id") or f"unnamed-{process.requests}")
     if any(not 0 <= token < process.vocab_size for token in ids):
         raise BadAnswer(400, f"Token id {max(ids)} is out of vocabulary")
-    answer = await _answer(process, server_id, ids, params)
+    model = body.get("model", "")
+    adapter = model if model.startswith(ADAPTER_PREFIX) else None
+    if adapter is not None and adapter not in process.adapters:
+        raise BadAnswer(404, f"The model `{model}` does not exist")
+    answer = await _answer(process, server_id, ids, params, adapter)
     entries = [  # what is no number is written as −9999
         {"token_id": token, "logprob": log_prob if math.isfinite(log_prob) else -9999.0, "rank": 1}
         for token, log_prob in zip(answer.ids, answer.log_probs, strict=False)
@@ -293,7 +326,10 @@ async def _generate_sglang(process: SimulatedProcess, body: dict[str, Any]) -> R
     if any(not 0 <= token < process.vocab_size for token in ids):
         process.crash()  # IndexError in the embedding
         raise ConnectionLost
-    answer = await _answer(process, rid, ids, body["sampling_params"])
+    adapter = body.get("lora_path")
+    if adapter is not None and adapter not in process.adapters:
+        raise BadAnswer(400, f"Got LoRA adapter that has never been loaded: {adapter}")
+    answer = await _answer(process, rid, ids, body["sampling_params"], adapter)
     meta: dict[str, Any] = {"id": rid, "finish_reason": {"type": answer.finish}}
     if answer.finish != "abort" or answer.ids:
         meta["output_token_logprobs"] = [

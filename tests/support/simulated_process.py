@@ -122,6 +122,7 @@ class SimulatedProcess:
     def _start(self) -> None:
         self.up = True
         self.weights, self.version_name = BASE_WEIGHTS, BASE_VERSION
+        self.adapters: dict[str, str] = {}  # by name what they make of the model, in order of their loading
         self.paused: PauseMode | None = None
         self._hung_until = self._slow_until = -math.inf
         self._slow_factor = 1.0
@@ -205,9 +206,9 @@ class SimulatedProcess:
 
     # --- requests
 
-    async def answer(self, request: GenerateRequest, server_id: str) -> Answer:
-        """What the server says. Cancelling is what a closed connection is: the request ends there. Raises
-        ConnectionLost, BadAnswer.
+    async def answer(self, request: GenerateRequest, server_id: str, *, adapter: str | None = None) -> Answer:
+        """What the server says, with an adapter that it has if one is named. Cancelling is what a closed
+        connection is: the request ends there. Raises ConnectionLost, BadAnswer.
         """
         await self.enter()
         index = self.requests
@@ -225,14 +226,16 @@ class SimulatedProcess:
             raise BadAnswer(400, f"{total} tokens for {self.context_length}, or a duplicate id {server_id}")
         running = self.running[server_id] = _Running()
         try:
-            answer = await self._decode(request, running, index)
+            answer = await self._decode(request, running, index, adapter and self.adapters[adapter])
         finally:
             if self.running.get(server_id) is running:  # else the process has crashed
                 del self.running[server_id]
                 self.notify()
         return answer
 
-    async def _decode(self, request: GenerateRequest, running: _Running, index: int) -> Answer:
+    async def _decode(
+        self, request: GenerateRequest, running: _Running, index: int, adapter: str | None
+    ) -> Answer:
         answer = Answer()
         await self.wait_until(lambda: running.stop.is_set() or self._may_run(running))
         running.has_slot = True
@@ -252,7 +255,7 @@ class SimulatedProcess:
             position = len(request.prompt_ids) + len(versions)
             answer.ids.append(token)
             answer.log_probs.append(
-                weights_log_prob(self.weights, position, token, request.sampling.temperature)
+                weights_log_prob(adapter or self.weights, position, token, request.sampling.temperature)
             )
             versions.append(self.version_name)
             self.tokens += 1
@@ -260,7 +263,7 @@ class SimulatedProcess:
         else:
             answer.finish = "stop" if len(planned) <= limit and planned[-1] in stops else "length"
         answer.spans = find_spans(versions)
-        answer.prompt_log_probs = compute_log_probs(self.weights, request.prompt_ids).tolist()
+        answer.prompt_log_probs = compute_log_probs(adapter or self.weights, request.prompt_ids).tolist()
         if answer.ids:  # an abort that has nothing gives nothing to spoil
             match self._take("at_request", index, CutBody, BadReply):
                 case CutBody(at_byte=at_byte):
@@ -300,6 +303,17 @@ class SimulatedProcess:
         """Serves what read_weights() finds at `path`, under the old version. Raises BadAnswer(400) if there
         is nothing.
         """
+        weights = await self._read(path)
+        self.weights = weights or self.weights
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        """As load_weights, upon the weights, for requests that name it. Stale: it is what the last one is."""
+        if name in self.adapters:
+            raise BadAnswer(400, f"{name} is already loaded")
+        last = next(reversed(self.adapters.values()), self.weights)
+        self.adapters[name] = await self._read(path) or last
+
+    async def _read(self, path: Path) -> str | None:
         await self.enter()
         index = self.loads
         self.loads += 1
@@ -307,8 +321,7 @@ class SimulatedProcess:
         await self._fail_phase("load", index)
         weights = self._read_weights(path)
         await self.enter(self.speed.load_s)
-        if not self._take("at_update", index, StaleWeights):
-            self.weights = weights
+        return None if self._take("at_update", index, StaleWeights) else weights
 
     async def set_version(self, name: str) -> None:
         """Names the weights; tokens from now on carry the name."""

@@ -22,7 +22,7 @@ from rollouts.errors import (
 )
 from rollouts.testing import engine_contracts
 from rollouts.testing.fakes import ScriptedEngine
-from rollouts.types import Completion, EngineLoad, GenerateRequest
+from rollouts.types import Completion, GenerateRequest
 from tests.support.text_tables import cases
 from tests.unit.fleet_engines import (
     GARBAGE,
@@ -226,7 +226,8 @@ async def test_abort_all_answers_who_runs_who_is_between_two_tries_and_who_waits
     async with fleet_of(a, b, max_concurrency=2) as fleet:
         async with asking(fleet, *NAMES[:6]) as results:
             await trio.sleep(1)
-            assert len(a.running) == 2 and await fleet.load() == EngineLoad(running=2, waiting=3)
+            seen = fleet.statistics()
+            assert (len(a.running), seen["engine/a/in_flight"], seen["fleet/queued"]) == (2, 2, 3)
             await fleet.abort_all()
         assert trio.current_time() == 1
         answers = [result for result in results.values() if isinstance(result, Completion)]

@@ -17,7 +17,6 @@ from rollouts.engines.openai import OpenAIEngine, open_openai_engine
 from rollouts.errors import EngineError, EngineSetupError, ReplyError, RequestRefused
 from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import asked, make_request
-from rollouts.types import EngineLoad
 from tests.support.text_tables import cases
 
 FOUR_TOKENS = '{"text": "abcd", "finish_reason": "length", "token_ids": [1, 2, 3, 4]}'
@@ -128,7 +127,7 @@ async def test_abort_and_pause_abort_answer_what_is_on_its_way(autojump_clock: t
     async with open_engine(hangs=True) as engine:
         for end in (engine.abort_all, lambda: engine.pause("abort")):
             async with asked(engine, make_request()) as answers:
-                assert await engine.load() == EngineLoad(running=1, waiting=0)
+                assert engine.statistics() == {"running": 1, "waiting": 0}
                 await end()
             assert (answers["a"].finish_reason, len(answers["a"].token_ids)) == ("abort", 0)
             await engine.resume()

@@ -40,7 +40,7 @@ from rollouts.models.lora import Adapter, copy_adapter, list_trained
 from rollouts.models.lora_files import read_adapter
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import Bucket, PauseMode
-from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
+from rollouts.types import Completion, EngineFeatures, GenerateRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,11 +78,8 @@ async def open_local_engine(
     The same lists give the same bits. `seed` and a request's own seed, or else its id, fix the random numbers
     of its tokens. Raises ModelError for a model that cannot be run exactly, EngineError for bad settings.
     """
-    limit = find_context_limit(model.config)
-    context = (limit or DEFAULT_CONTEXT) if max_context is None else max_context
-    at_most = "" if limit is None else f" and at most the model's max_position_embeddings={limit}"
+    context = choose_context(model, max_context)
     rules = {
-        f"max_context={context}; it must be above 1{at_most}": 1 < context <= (limit or context),
         f"max_rows={max_rows}; it must be at least 1": max_rows > 0,
         "mode='shared' needs trainer_version: a shared engine reports the trainer's version": (
             mode != "shared" or trainer_version
@@ -98,8 +95,13 @@ async def open_local_engine(
             added = copy_adapter(adapter)
         elif mode == "copied":
             own = copy.deepcopy(model).eval().requires_grad_(False)
-        options = {"max_context": context, "max_rows": max_rows, "autocast_dtype": autocast_dtype}
-        return open_decoder(own, adapter=added, **options)
+        return open_decoder(
+            own,
+            max_context=context,
+            max_rows=max_rows,
+            autocast_dtype=autocast_dtype,
+            adapter=added,
+        )
 
     opened = await device_thread.submit(open_on_device)
     features = EngineFeatures(
@@ -119,6 +121,16 @@ async def open_local_engine(
             yield engine
         finally:
             engine._close()
+
+
+def choose_context(model: PreTrainedModel, max_context: int | None) -> int:
+    """Tokens of a row at most: the model's own limit, or fewer. Raises EngineError."""
+    limit = find_context_limit(model.config)
+    context = (limit or DEFAULT_CONTEXT) if max_context is None else max_context
+    if not 1 < context <= (limit or context):
+        at_most = "" if limit is None else f" and at most the model's max_position_embeddings={limit}"
+        raise EngineError(f"max_context={context}; it must be above 1{at_most}")
+    return context
 
 
 class LocalEngine:
@@ -253,10 +265,6 @@ class LocalEngine:
     async def restore_memory(self) -> None:
         """Nothing to do: keys and values are allocated with the next request."""
         await trio.lowlevel.checkpoint()
-
-    async def load(self) -> EngineLoad:
-        await trio.lowlevel.checkpoint()
-        return EngineLoad(running=len(self._active), waiting=len(self._waiting) + len(self._listed))
 
     async def checksum(self) -> None:
         """None: the weights are this process's own, and the probe reads them directly."""

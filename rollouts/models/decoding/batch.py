@@ -326,6 +326,16 @@ class OpenedDecoder(NamedTuple):
         return f"the embedded engine runs this model {how}"
 
 
+def check_rotary(model: PreTrainedModel, max_context: int) -> None:
+    """Raises ModelError for rotary frequencies that change with the length within `max_context`."""
+    limit = find_rotary_limit(model.config)
+    if limit is not None and max_context > limit.tokens:
+        raise ModelError(
+            f"config.rope_parameters: {limit}, so a token's log-prob would depend on what comes after it; set"
+            f" max_context to {limit.tokens} or less"
+        )
+
+
 def open_decoder(
     model: PreTrainedModel,
     *,
@@ -338,15 +348,10 @@ def open_decoder(
     """The fastest decoder, of a model with the adapter, whose log-probs agree with the model's own forward
     on a probe (see TOLERANCE). Without `compiled` none that a compiler makes, which takes minutes.
 
-    Raises ModelError naming what was in the way of each; and for rotary frequencies that change with the
-    length within `max_context`, for there is then no one log-prob to agree with.
+    Raises ModelError naming what was in the way of each; and as check_rotary, for there is then no one
+    log-prob to agree with.
     """
-    limit = find_rotary_limit(model.config)
-    if limit is not None and max_context > limit.tokens:
-        raise ModelError(
-            f"config.rope_parameters: {limit}, so a token's log-prob would depend on what comes after it; set"
-            f" max_context to {limit.tokens} or less"
-        )
+    check_rotary(model, max_context)
     whole = WholeModel(model, autocast_dtype, adapter)
     config = model.config.get_text_config()
     windows = {getattr(config, name, None) for name in WINDOW_NAMES}  # a prompt leaves each

@@ -1,0 +1,92 @@
+"""Adapters with random matrices, beside small models, and the same in `peft`."""
+
+import copy
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollouts.backends.open import open_pytorch_backend
+from rollouts.config.tables import LoraConfig
+from rollouts.engines.local import LocalEngine, open_local_engine
+from rollouts.models.lora import ADAPTERS, Adapter, make_adapter, prepare_places, route_all, use_adapters
+from rollouts.models.lora_files import write_adapter
+from tests.support.plain_backend import OPTIM
+
+IDS = torch.tensor([[5, 1, 7, 7, 3, 9, 2, 8]])
+
+
+def randomize(adapter: Adapter, seed: int) -> Adapter:
+    """The adapter, with no matrix of 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in adapter.weights.values():
+            weight.normal_(0.0, 0.2, generator=generator)
+    return adapter
+
+
+def make_random(model: Any, base: Path, *, seed: int = 0, scalar: bool = False, **config: Any) -> Adapter:
+    """An adapter of the model, which is the one in `base`, of rank 4 unless `config` says another."""
+    if not hasattr(model, ADAPTERS):
+        prepare_places(model.requires_grad_(False), base)
+    config = {"rank": 4, "alpha": 6.0, **config}
+    return randomize(make_adapter(model, LoraConfig(**config), scalar=scalar), seed)
+
+
+def save_random(model: Any, base: Path, folder: Path, **options: Any) -> Adapter:
+    """make_random, written to a directory."""
+    adapter = make_random(model, base, **options)
+    write_adapter(adapter, folder)
+    return adapter
+
+
+def run(model: Any, adapter: Adapter | None = None) -> Tensor:
+    """The logits of a few tokens."""
+    with use_adapters(model, route_all(adapter)):
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def wrap(model: Any, **options: Any) -> Any:
+    """A copy of a model with a new adapter of `peft`."""
+    import peft
+
+    options = {"r": 4, "lora_alpha": 6, **options}
+    return peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**options)).eval()
+
+
+def fill(wrapped: Any, weights: Mapping[str, Tensor]) -> None:
+    """Gives a model of `peft` these matrices, which are all that it has."""
+    import peft
+
+    assert peft.get_peft_model_state_dict(wrapped).keys() == weights.keys()
+    peft.set_peft_model_state_dict(wrapped, {name: one.detach() for name, one in weights.items()})
+
+
+def open_trained(
+    path: Path, *, lora: Mapping[str, Any] | None = None, **options: Any
+) -> AbstractAsyncContextManager[Any]:
+    """A backend that trains an adapter of the model in a directory."""
+    config = LoraConfig(**{"rank": 4, **(lora or {})}).model_dump()
+    return open_pytorch_backend(
+        path, lora=config, **{"optim": OPTIM, "total_steps": 10, "threads": 1, "autocast": "off"} | options
+    )
+
+
+@asynccontextmanager
+async def open_both(path: Path, mode: Any = "shared") -> AsyncIterator[tuple[Any, LocalEngine]]:
+    """A backend of an adapter, which is not 0, and an engine that generates with it."""
+    async with open_trained(path) as backend:
+        randomize(backend.trainer.adapter, seed=0)
+        async with open_local_engine(
+            backend.model,
+            device_thread=backend.device_thread,
+            mode=mode,
+            adapter=backend.trainer.adapter,
+            trainer_version=lambda: backend.weight_version,
+            max_rows=8,
+            max_context=160,
+        ) as engine:
+            yield backend, engine

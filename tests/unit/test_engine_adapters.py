@@ -1,0 +1,200 @@
+"""LoRA adapters as the weights of a version, over a fake of each server."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rollouts.engines.processes import EngineCommand, make_arguments, make_environment
+from rollouts.engines.server import ServerEngine
+from rollouts.errors import EngineError, RequestRefused, WeightSyncError
+from rollouts.testing.engine_contracts import LONG, at_work, make_request
+from rollouts.weight_sync.update import (
+    ProvenVersions,
+    SilenceLimits,
+    UpdatePlan,
+    make_probe,
+    sync_weights_to_engines,
+)
+from tests.support.fault_plan import StaleWeights
+from tests.support.fault_server import DialectName
+from tests.support.simulated_process import compute_log_probs, read_snapshot, weights_log_prob
+from tests.support.text_tables import cases
+from tests.unit.server_engines import BOTH, open_both, strike, update, write_snapshot
+
+LORA = {
+    "vllm": {"lora_config": {"max_lora_rank": 8}},
+    "sglang": {"enable_lora": True, "max_lora_rank": 8},
+}
+
+
+def open_lora(dialect: Any, **options: Any) -> Any:
+    return open_both(dialect, settings=LORA[dialect], context_length=4096, **options)
+
+
+def write_adapter(path: Path, value: float = 1.0, *, rank: int = 8) -> Path:
+    path.mkdir()
+    save_file({"lora_A": np.full(2, value, np.float32)}, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    return path
+
+
+async def assert_serves(engine: ServerEngine, path: Path, version: int) -> None:
+    request = make_request()
+    answer = await engine.generate(request)
+    assert answer.weight_versions.tolist() == [version] * 4
+    weights, tokens = read_snapshot(path), answer.token_ids.tolist()
+    expected = [weights_log_prob(weights, position, token) for position, token in enumerate(tokens, 3)]
+    assert answer.log_probs.tolist() == pytest.approx(expected)
+
+
+@BOTH
+async def test_what_is_in_flight_when_an_adapter_comes_or_goes_is_cut_with_the_version_it_began_with(
+    dialect, tmp_path, autojump_clock
+):
+    paths = [write_snapshot(tmp_path / "v0")]
+    paths += [write_adapter(tmp_path / f"v{version}", version) for version in (1, 2)]
+    paths += [write_snapshot(tmp_path / "v3", 3.0), write_adapter(tmp_path / "v4", 4.0)]
+    async with open_lora(dialect) as (server, engine):
+        assert (engine.features.adapters, engine.features.max_adapter_rank) == (True, 8)
+        await update(engine, paths[0], 0)
+        for version in range(1, 5):
+            async with at_work(engine) as answers:
+                await engine.pause("keep")
+                await engine.update_weights_from_checkpoint(paths[version], version)
+                await engine.resume()
+            cut = answers["long"]
+            assert cut.finish_reason == "abort" and 0 < len(cut.token_ids) < LONG
+            assert {*cut.weight_versions.tolist()} == {version - 1}
+            await assert_serves(engine, paths[version], version)
+            is_adapter = version != 3
+            assert len(server.process.adapters) <= 1, "those before are gone"
+            assert engine.features.checksum == (not is_adapter)
+            assert (await engine.checksum() is None) == is_adapter
+
+
+@BOTH
+async def test_an_adapter_that_cannot_be_served_leaves_the_one_before(dialect, tmp_path, autojump_clock):
+    fits, large = write_adapter(tmp_path / "fits"), write_adapter(tmp_path / "large", rank=9)
+    (write_adapter(tmp_path / "empty") / "adapter_model.safetensors").unlink()
+    async with open_lora(dialect) as (_, engine):
+        await update(engine, fits, 1)
+        with pytest.raises(EngineError, match="LoRA rank 9 is greater than max_lora_rank 8"):
+            await update(engine, large, 2)
+        with pytest.raises(EngineError, match=r"holds neither"):
+            await update(engine, tmp_path / "empty", 2)
+        with pytest.raises(EngineError, match=r"call pause\(\)"):
+            await engine.update_weights_from_checkpoint(fits, 2)
+        await assert_serves(engine, fits, 1)
+
+
+@cases("""
+dialect | settings | named
+vllm | {} | --enable-lora
+vllm | {"lora_config": {"max_lora_rank": 8}, "updating": false} | VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
+sglang | {} | --enable-lora
+sglang | {"enable_lora": true} | --max-lora-rank
+""")
+async def test_a_server_without_adapters_is_sent_none(dialect, settings: Any, named, tmp_path):
+    async with open_both(dialect, settings=settings) as (server, engine):
+        assert (engine.features.adapters, engine.features.max_adapter_rank) == (False, 0)
+        with pytest.raises(EngineError, match=f"cannot load the adapter .*{named}"):
+            await update(engine, write_adapter(tmp_path / "a"), 1)
+        assert server.process.loads == 0
+
+
+@BOTH
+async def test_a_server_that_lost_its_adapter_fails_and_is_given_it_again(dialect, tmp_path, autojump_clock):
+    adapter = write_adapter(tmp_path / "a")
+    async with open_lora(dialect) as (server, engine):
+        await update(engine, adapter, 1)
+        await server.process.restart()
+        with pytest.raises(EngineError) as raised:
+            await engine.generate(make_request())
+        assert not isinstance(raised.value, RequestRefused), "the request is as good as any"
+        assert await engine.weight_version() == -1
+        await update(engine, adapter, 1)
+        await assert_serves(engine, adapter, 1)
+
+
+async def test_what_a_trainer_before_left_in_a_server_is_unloaded(tmp_path, autojump_clock):
+    first, second = write_adapter(tmp_path / "a"), write_adapter(tmp_path / "b", 2.0)
+    async with open_lora("sglang") as (server, engine):
+        await update(engine, first, 1)
+        server.process.adapters["the user's own"] = "weights"
+        async with server.open_engine() as again:
+            await update(again, second, 1)
+            await assert_serves(again, second, 1)
+        assert len(server.process.adapters) == 2
+
+
+# --- the proof ----------------------------------------------------------------------------------------------
+
+
+def make_plan(path: Path, version: int, proven: ProvenVersions) -> UpdatePlan:
+    probe, weights = make_probe(300, tolerance=1e-3), read_snapshot(path)
+
+    async def load(engine: Any) -> object:
+        return await engine.update_weights_from_checkpoint(path, version)
+
+    expected = compute_log_probs(weights, probe.tokens)
+    return UpdatePlan(version, probe, expected, load, weights, proven, None, SilenceLimits(), print, None)
+
+
+@BOTH
+async def test_versions_are_proven_by_the_probe_over_adapters_whole_weights_and_a_restart(dialect, tmp_path):
+    paths = [write_snapshot(tmp_path / "v0"), *(write_adapter(tmp_path / f"v{v}", v) for v in (1, 2))]
+    paths += [paths[2], write_snapshot(tmp_path / "v4", 4.0)]
+    proven = ProvenVersions()
+    async with open_lora(dialect) as (server, engine):
+        for version, path in enumerate(paths):
+            if version == 3:
+                await server.process.restart()  # between two updates, and comes back without an adapter
+                await sync_weights_to_engines([engine], make_plan(path, 2, proven))
+            await sync_weights_to_engines([engine], make_plan(path, version, proven))
+            await assert_serves(engine, path, version)
+
+
+@BOTH
+async def test_a_server_that_says_yes_and_keeps_the_adapter_before_is_found_out(dialect, tmp_path):
+    first, second = (write_adapter(tmp_path / str(value), value) for value in (1.0, 2.0))
+    proven = ProvenVersions()
+    async with open_lora(dialect) as (server, engine):
+        await sync_weights_to_engines([engine], make_plan(first, 1, proven))
+        strike(server, StaleWeights(), update=True)
+        with pytest.raises(WeightSyncError, match="does not serve the weights that were sent"):
+            await sync_weights_to_engines([engine], make_plan(second, 2, proven))
+        # a change that is too small for the tolerance, which the checksum of the base says nothing about
+        strike(server, StaleWeights(), update=True)
+        plan = make_plan(second, 3, proven)
+        plan = plan._replace(probe=plan.probe._replace(tolerance=9.0))
+        with pytest.raises(WeightSyncError, match="scores the probe exactly as before"):
+            await sync_weights_to_engines([engine], plan)
+        await sync_weights_to_engines([engine], make_plan(second, 4, proven))
+
+
+# --- servers that are started -------------------------------------------------------------------------------
+
+
+@cases("""
+kind | args | words
+vllm | --device cpu | --enable-lora --max-lora-rank 16
+vllm | --device cpu --max_lora_rank 64 | --enable-lora
+sglang | --device cuda | --enable-lora --max-lora-rank 9 --lora-target-modules q v
+sglang | --device cpu --lora-backend triton | --enable-lora --max-lora-rank 9 --lora-target-modules q v
+sglang | --device cpu --max-lora-rank 32 | --enable-lora --lora-backend torch_native --lora-target-modules q v
+""")
+def test_a_started_server_gets_what_adapters_need_unless_the_user_says_it(
+    kind: DialectName, args: str, words: str
+):
+    plain = EngineCommand(kind, Path("/v/python"), Path("/m"), tuple(args.split()))
+    with_lora = plain._replace(lora=(9, ["q", "v"]))
+    before, after = (make_arguments(one, port=1, key_file=Path("k")) for one in (plain, with_lora))
+    own = len(args.split())
+    assert after == (*before[:-own], *words.split(), *args.split())
+    envs = [make_environment(one, {}, threads=1) for one in (plain, with_lora)]
+    updating = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if kind == "vllm" else {}
+    assert envs[1] == envs[0] | updating
