@@ -26,7 +26,6 @@ from benchmarks.e2e.step_batch import (
     LR,
     MAX_GRAD_NORM,
     OFF_POLICY,
-    PROMPT_LENGTH,
     StepBatch,
     to_rollout_batch,
 )
@@ -98,7 +97,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         batch = StepBatch.load(batch_path)
         rng, old = np.random.default_rng(1), np.zeros_like(batch.old_log_probs)
         for row, values in enumerate(await backend.forward(to_rollout_batch(batch)).result()):
-            own = values[PROMPT_LENGTH:]
+            own = values[batch.prompts.shape[1] :]
             old[row, : len(own)] = own + rng.normal(0, OFF_POLICY, len(own))
         StepBatch(batch.prompts, batch.lengths, batch.responses, batch.advantages, old).save(batch_path)
         return {}
@@ -115,6 +114,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         micro_batch_tokens=arguments.micro_batch_tokens,
         share_prefix=arguments.share_prefix,
         skip_zero_advantage=arguments.skip_zero_advantage,
+        gradient_checkpointing=arguments.gradient_checkpointing,
         lora=json.loads(arguments.lora) if arguments.lora else None,
     ) as backend:
         base_bytes = await backend.device_thread.submit(lambda: measure_base(backend))
@@ -141,6 +141,7 @@ def main() -> int:
     parser.add_argument("--micro-batch-tokens", type=int, required=True)
     parser.add_argument("--share-prefix", action="store_true")
     parser.add_argument("--skip-zero-advantage", action="store_true")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--lora", default="", help="JSON of a LoraConfig")
     trio.run(serve, parser.parse_args())
     return 0
