@@ -8,9 +8,9 @@ layer, ten times the learning rate of full fine-tuning.
 Ours, full against LoRA: forward_backward and optim_step on one batch of the demo's prompts, each side a
 process of its own, in turns A B B A; then one snapshot of what trains, which engines load. Memory is *above
 the base*: the most that was resident of the process since its backend opened (VmHWM, restarted then), less
-what was resident then (VmRSS, the heap trimmed) without the adapter. So the base model and the libraries are
-left out, and the adapter, gradients, AdamW's moments and activations are not. Each variant is a process of its
-own: the base in float32, bfloat16 and 8 bits, and, `_checkpointed`, with gradient checkpointing.
+what was resident then (VmRSS, heap trimmed) without the adapter. So the base model and the libraries are
+left out, and the adapter, gradients, AdamW's moments and activations are not. Each variant is a process of
+its own: the base in float32, bfloat16 and 8 bits, and, `_checkpointed`, with gradient checkpointing.
 
 Beside TRL: first our SFT of the demo makes the model that both start from. Then whole runs of train.py and of
 GRPOTrainer.train() with the same settings and prompts take turns as in e2e_reward, each a program of its own;
@@ -20,8 +20,8 @@ included. TRL's micro-batch has --micro-batch-rows rows, ours as many tokens of 
 Metrics, ours: `step_ratio`, full / LoRA in wall seconds, and `cpu_ratio`; `memory_ratio` and
 `memory_ratio_checkpointed`, LoRA / full above the base; `sync_bytes_ratio` and `sync_time_ratio`, LoRA / full
 of a snapshot. Beside TRL: `trl_speed`, its step / ours; `trl_memory`, ours / its; and e2e_reward's others.
-Targets: trl_speed >= 2.5, trl_memory <= 0.5, memory_ratio <= 0.5, sync_bytes_ratio <= 0.02. --quick: one round,
-no checkpointing, two steps of one seed from the model as it is.
+Targets: trl_speed >= 2.5, trl_memory <= 0.5, memory_ratio <= 0.5, sync_bytes_ratio <= 0.02. --quick: one
+round, no checkpointing, two steps of one seed from the model as it is.
 """
 
 import argparse
@@ -135,7 +135,7 @@ def measure_memory(name: str, child: Child) -> dict[str, float]:
     """MiB, after steps: what the base takes with the libraries, and the peak above it."""
     memory = child.ask(do="memory")
     above = memory["peak_bytes"] - memory["base_bytes"]
-    print(f"{name}: base {memory['base_bytes'] / 2**20:.0f} MiB, peak {above / 2**20:.0f} above it", flush=True)
+    print(f"{name}: {memory['base_bytes'] >> 20} MiB, peak {above >> 20} above it", flush=True)
     return {
         f"{name}_base_mib": round(memory["base_bytes"] / 2**20),
         f"{name}_above_mib": round(above / 2**20),
@@ -180,9 +180,7 @@ def measure_ours(arguments: argparse.Namespace, folder: Path) -> dict[str, float
         "step_ratio": round(compute_ratio(*times).median, 3),
         "cpu_ratio": round(compute_ratio(*cpu).median, 3),
         **{
-            name: round(found[own] / found[other], 4)
-            for name, (own, other) in ratios.items()
-            if own in found
+            name: round(found[own] / found[other], 4) for name, (own, other) in ratios.items() if own in found
         },
         **{
             f"{name}_step_s": round(statistics.median(one), 2)
@@ -197,10 +195,8 @@ def measure_ours(arguments: argparse.Namespace, folder: Path) -> dict[str, float
 
 def train_sft(arguments: argparse.Namespace, folder: Path) -> str:
     """The directory of the model that the demo's RL starts from; made without an evaluation."""
-    text = DEMO.read_text("utf-8").partition("\n[eval]\n")[0]
-    text = text.replace('reward = "../tasks/arithmetic.py:close_answer"', "")
     config = folder / "sft.toml"
-    config.write_text(text.partition("\n[rl]\n")[0], encoding="utf-8")
+    config.write_text(DEMO.read_text("utf-8").partition("\n[rl]\n")[0], encoding="utf-8")
     command = [sys.executable, "integration_training/train.py", "--config", str(config), "--mode", "sft"]
     command += ["--output.dir", str(folder / "sft"), "--model.name", arguments.model]
     with (folder / "sft.log").open("w", encoding="utf-8") as log:

@@ -1,5 +1,5 @@
-"""TRL's side of benchmarks.e2e_reward and benchmarks.lora: GRPOTrainer.train() as a user would call it, with a clock on its
-parts.
+"""TRL's side of benchmarks.e2e_reward and benchmarks.lora: GRPOTrainer.train() as a user would call it, with
+a clock on its parts.
 
 Writes one JSON object to --result: seconds until training began, then for each step seconds, those of
 generation, and the mean reward.

@@ -1,5 +1,5 @@
-"""Whole runs of both sides of benchmarks.e2e_reward and benchmarks.lora, each a program of its own, and the memory of its process
-tree.
+"""Whole runs of both sides of benchmarks.e2e_reward and benchmarks.lora, each a program of its own, and the
+memory of its process tree.
 """
 
 import json
