@@ -21,7 +21,7 @@ Metrics, ours: `step_ratio`, full / LoRA in wall seconds, and `cpu_ratio`; `memo
 `memory_ratio_checkpointed`, LoRA / full above the base; `sync_bytes_ratio` and `sync_time_ratio`, LoRA / full
 of a snapshot. Beside TRL: `trl_speed`, its step / ours; `trl_memory`, ours / its; and e2e_reward's others.
 Targets: trl_speed >= 2.5, trl_memory <= 0.5, memory_ratio <= 0.5, sync_bytes_ratio <= 0.02. --quick: one
-round, no checkpointing, two steps of one seed from the model as it is.
+round, no checkpointing, two steps of one seed on e2e_reward's `sums` from the model as it is.
 """
 
 import argparse
@@ -206,13 +206,17 @@ def train_sft(arguments: argparse.Namespace, folder: Path) -> str:
 
 
 def measure_peer(arguments: argparse.Namespace, folder: Path) -> dict[str, float | str | None]:
-    start = str(resolve_model(arguments.model)) if arguments.quick else train_sft(arguments, folder)
+    start, task = str(resolve_model(arguments.start or arguments.model)), "addition"
+    if arguments.quick and not arguments.start:
+        task = "sums"  # without SFT no answer is a number and nothing else, so that every group would be tied
+    elif not arguments.start:
+        start = train_sft(arguments, folder)
     ours: list[RunResult] = []
     peers: list[RunResult] = []
     pairs: list[dict[str, float]] = []
     for seed in range(arguments.seeds):
         setting = Setting(
-            "addition", start, arguments.steps, 10 * FULL_LR, seed, arguments.threads,
+            task, start, arguments.steps, 10 * FULL_LR, seed, arguments.threads,
             arguments.micro_batch_rows, PROMPTS, SAMPLES, NEW_TOKENS, clip_high=0.28, beta2=0.95, lora=LORA,
         )  # fmt: skip
         place = folder / f"seed-{seed}"
@@ -247,6 +251,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="of a run; the first does not count")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each side")
     parser.add_argument("--micro-batch-rows", type=int, default=64, help="of TRL's; a divisor of 256")
+    parser.add_argument("--start", help="model that runs start from, in place of one that SFT makes")
     parser.add_argument("--only", choices=("ours", "trl"), help="one of the two parts")
     arguments = parser.parse_args()
     if arguments.quick:
