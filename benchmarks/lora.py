@@ -21,7 +21,7 @@ Metrics, ours: `step_ratio`, full / LoRA in wall seconds, and `cpu_ratio`; `memo
 `memory_ratio_checkpointed`, LoRA / full above the base; `sync_bytes_ratio` and `sync_time_ratio`, LoRA / full
 of a snapshot. Beside TRL: `trl_speed`, its step / ours; `trl_memory`, ours / its; and e2e_reward's others.
 Targets: trl_speed >= 2.5, trl_memory <= 0.5, memory_ratio <= 0.5, sync_bytes_ratio <= 0.02. --quick: one
-round, no checkpointing, two steps of one seed on e2e_reward's `sums` from the model as it is.
+round, no checkpointing, two steps of one seed with 4 prompts of e2e_reward's `sums` from the model as it is.
 """
 
 import argparse
@@ -91,6 +91,7 @@ VARIANTS = {
 def make_demo_batch(model: Path) -> StepBatch:
     """The demo's prompts, of one length; each response is a number near the answer and the end of a turn."""
     tokenizer, draw = load_tokenizer(model), np.random.default_rng(0)
+    end: Any = tokenizer.eos_token_id
     found = [
         (tokenize_prompt(row["prompt"], tokenizer), int(row["answer"]))
         for row in make_rows("addition", count=2 * PROMPTS, seed=0)
@@ -103,7 +104,7 @@ def make_demo_batch(model: Path) -> StepBatch:
     for tokens, answer in groups:
         for near in answer + draw.integers(-5, 6, SAMPLES):
             prompts.append(tokens)
-            responses.append([*tokenizer.encode(str(near)), tokenizer.eos_token_id])
+            responses.append([*tokenizer.encode(str(near)), end])
     lengths = np.array([len(response) for response in responses])
     padded = [response + [0] * (int(lengths.max()) - len(response)) for response in responses]
     advantages: FloatArray = draw.standard_normal(len(padded)).astype(np.float32)
@@ -217,7 +218,7 @@ def measure_peer(arguments: argparse.Namespace, folder: Path) -> dict[str, float
     for seed in range(arguments.seeds):
         setting = Setting(
             task, start, arguments.steps, 10 * FULL_LR, seed, arguments.threads,
-            arguments.micro_batch_rows, PROMPTS, SAMPLES, NEW_TOKENS, clip_high=0.28, beta2=0.95, lora=LORA,
+            arguments.micro_batch_rows, 4 if arguments.quick else PROMPTS, SAMPLES, NEW_TOKENS, clip_high=0.28, beta2=0.95, lora=LORA,
         )  # fmt: skip
         place = folder / f"seed-{seed}"
         place.mkdir()
