@@ -38,6 +38,7 @@ CPU_SET = (
     "driver_scale",
     "agents",
     "e2e_reward",
+    "lora",
 )
 ON_REQUEST = (
     "http_client",

@@ -6,6 +6,7 @@ What a child's libraries print goes to a log. A child that ends without an answe
 end of that log.
 """
 
+import ctypes
 import json
 import os
 import subprocess
@@ -130,6 +131,12 @@ def count_faults() -> int:
 def read_memory() -> dict[str, int]:
     """As the field of an answer: the most bytes that were resident of this process so far."""
     return {"peak_bytes": read_status_bytes("VmHWM")}
+
+
+def trim_heap() -> None:
+    """Gives memory that was freed back to the system, so that what is resident is in use; where libc can."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def try_restart_peak() -> None:

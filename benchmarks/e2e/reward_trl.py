@@ -1,5 +1,5 @@
-"""TRL's side of benchmarks.e2e_reward: GRPOTrainer.train() as a user would call it, with a clock on its
-parts.
+"""TRL's side of benchmarks.e2e_reward and benchmarks.lora: GRPOTrainer.train() as a user would call it, with
+a clock on its parts.
 
 Writes one JSON object to --result: seconds until training began, then for each step seconds, those of
 generation, and the mean reward.
@@ -58,6 +58,21 @@ class Record(TrainerCallback):
         self._began, self._generate_s = now, self.trainer.generate_s
 
 
+def make_lora_config(lora: dict[str, Any] | None) -> Any:
+    """peft's; None: the model trains."""
+    if lora is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=int(lora["rank"]),
+        lora_alpha=int(lora["alpha"]),
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--settings", type=Path, required=True, help="JSON, written by benchmarks.e2e_reward")
@@ -80,7 +95,8 @@ def main() -> int:
         )
         config = GRPOConfig(
             output_dir=folder,
-            **(common | {"logging_steps": 1, "seed": settings["seed"]}),
+            **(common | {"logging_steps": 1, "seed": settings["seed"], "adam_beta2": settings["beta2"]}),
+            epsilon_high=settings["clip_high"],
             per_device_train_batch_size=settings["micro_batch_rows"],
             gradient_accumulation_steps=rows // settings["micro_batch_rows"],
             max_completion_length=settings["max_new_tokens"],
@@ -94,7 +110,11 @@ def main() -> int:
             ]
         )
         trainer = TimedTrainer(
-            model=settings["model"], reward_funcs=reward, args=config, train_dataset=dataset
+            model=settings["model"],
+            reward_funcs=reward,
+            args=config,
+            train_dataset=dataset,
+            peft_config=make_lora_config(settings["lora"]),
         )
         record = Record(trainer)
         trainer.add_callback(record)

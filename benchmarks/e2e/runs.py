@@ -1,5 +1,5 @@
-"""Whole runs of both sides of benchmarks.e2e_reward, each a program of its own, and the memory of its process
-tree.
+"""Whole runs of both sides of benchmarks.e2e_reward and benchmarks.lora, each a program of its own, and the
+memory of its process tree.
 """
 
 import json
@@ -34,6 +34,9 @@ class Setting:
     prompts_per_step: int = 8
     samples: int = 8
     max_new_tokens: int = 16
+    clip_high: float = 0.2  # the lower one is 0.2
+    beta2: float = 0.999
+    lora: Mapping[str, float] | None = None  # rank and alpha, of all linear layers; None: the model trains
 
     @property
     def rows_per_step(self) -> int:
@@ -161,6 +164,7 @@ name = {json.dumps(setting.model)}
 autocast = "off"
 threads = {setting.threads}
 
+{make_lora_table(setting)}
 [output]
 dir = {json.dumps(str(run_dir))}
 checkpoint_every = 0
@@ -171,6 +175,8 @@ max_rows = {setting.rows_per_step}
 [rl]
 steps = {setting.steps}
 advantage = "grpo"
+clip_low = 0.2
+clip_high = {setting.clip_high}
 advantage_params = {{ std_epsilon = 1e-4 }}
 micro_batch_tokens = {setting.micro_batch_rows * width}
 
@@ -186,7 +192,14 @@ reward = "benchmarks.e2e.tasks:reward_{setting.task}"
 
 [rl.optim]
 lr = {setting.lr}
+beta2 = {setting.beta2}
 """
+
+
+def make_lora_table(setting: Setting) -> str:
+    """[model.lora], or nothing."""
+    lines = [f"{name} = {value}\n" for name, value in (setting.lora or {}).items()]
+    return "".join(["[model.lora]\n", *lines]) if lines else ""
 
 
 # --- TRL's --------------------------------------------------------------------------------------------------

@@ -18,13 +18,13 @@ OFF_POLICY = 0.05  # nats of noise on the old log-probs, so that ratios are not 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """B = 32 rows, in groups of 8 that have a prompt in common."""
+    """B rows, in groups that have a prompt in common: of make_step_batch 32, in groups of 8."""
 
-    prompts: IntArray  # [B, 64]
+    prompts: IntArray  # [B, P], of one length
     lengths: IntArray  # [B] tokens of the response
-    responses: IntArray  # [B, 64] 0 after the response
+    responses: IntArray  # [B, R] 0 after the response
     advantages: FloatArray  # [B]
-    old_log_probs: FloatArray  # [B, 64] of the responses' tokens, 0 after them
+    old_log_probs: FloatArray  # [B, R] of the responses' tokens, 0 after them
 
     def save(self, path: Path) -> None:
         np.savez(path, **{name: getattr(self, name) for name in self.__slots__})
@@ -59,11 +59,12 @@ def to_rollout_batch(batch: StepBatch) -> RolloutBatch:
     masks: list[BoolArray] = []
     advantages: list[FloatArray] = []
     old: list[FloatArray] = []
+    prompt_length = batch.prompts.shape[1]
     for row, length in enumerate(batch.lengths.tolist()):
         tokens.append(np.concatenate([batch.prompts[row], batch.responses[row, :length]]))
-        masks.append(np.arange(PROMPT_LENGTH + length) >= PROMPT_LENGTH)
+        masks.append(np.arange(prompt_length + length) >= prompt_length)
         advantages.append(np.where(masks[-1], batch.advantages[row], 0).astype(np.float32))
-        old.append(np.concatenate([np.zeros(PROMPT_LENGTH, np.float32), batch.old_log_probs[row, :length]]))
+        old.append(np.concatenate([np.zeros(prompt_length, np.float32), batch.old_log_probs[row, :length]]))
     return RolloutBatch(
         tokens=tuple(tokens),
         loss_masks=tuple(masks),

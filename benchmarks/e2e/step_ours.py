@@ -1,5 +1,5 @@
-"""Our side of benchmarks.train_step: open_pytorch_backend, forward_backward and optim_step, a turn at a
-time.
+"""Our side of benchmarks.train_step, and both of the first part of benchmarks.lora: open_pytorch_backend,
+forward_backward and optim_step, a turn at a time.
 """
 
 from __future__ import annotations
@@ -13,17 +13,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import trio
 
-from benchmarks.e2e.children import Stopwatch, read_memory, read_question, take_stdout, try_restart_peak
+from benchmarks.e2e.children import (
+    Stopwatch,
+    read_memory,
+    read_question,
+    take_stdout,
+    trim_heap,
+    try_restart_peak,
+)
 from benchmarks.e2e.step_batch import (
     CLIP,
     LR,
     MAX_GRAD_NORM,
     OFF_POLICY,
-    PROMPT_LENGTH,
     StepBatch,
     to_rollout_batch,
 )
+from benchmarks.harness import read_status_bytes
 from rollouts.config.tables import OptimConfig
+from rollouts.models.lora import Adapter
 
 if TYPE_CHECKING:
     from rollouts.backends.pytorch import PyTorchTrainingBackend
@@ -44,6 +52,24 @@ async def write_gradients(
     await backend.device_thread.submit(write)
     await backend.reset().result()
     return {"loss": loss}
+
+
+async def write_snapshot(backend: PyTorchTrainingBackend, path: str) -> dict[str, Any]:
+    """What engines load after a step."""
+    from rollouts.weight_sync.snapshots import export_snapshot
+
+    watch = Stopwatch()
+    snapshot = await export_snapshot(backend, Path(path))
+    return {**watch.read(), "weight_bytes": snapshot.weight_bytes}
+
+
+def measure_base(backend: PyTorchTrainingBackend) -> int:
+    """Resident bytes of the process with its model, without the adapter that is there too."""
+    trim_heap()
+    try_restart_peak()
+    trained = backend.trained
+    adapter = sum(one.nbytes for one in trained.weights.values()) if isinstance(trained, Adapter) else 0
+    return read_status_bytes("VmRSS") - adapter
 
 
 async def serve(arguments: argparse.Namespace) -> None:
@@ -71,7 +97,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         batch = StepBatch.load(batch_path)
         rng, old = np.random.default_rng(1), np.zeros_like(batch.old_log_probs)
         for row, values in enumerate(await backend.forward(to_rollout_batch(batch)).result()):
-            own = values[PROMPT_LENGTH:]
+            own = values[batch.prompts.shape[1] :]
             old[row, : len(own)] = own + rng.normal(0, OFF_POLICY, len(own))
         StepBatch(batch.prompts, batch.lengths, batch.responses, batch.advantages, old).save(batch_path)
         return {}
@@ -88,16 +114,22 @@ async def serve(arguments: argparse.Namespace) -> None:
         micro_batch_tokens=arguments.micro_batch_tokens,
         share_prefix=arguments.share_prefix,
         skip_zero_advantage=arguments.skip_zero_advantage,
+        gradient_checkpointing=arguments.gradient_checkpointing,
+        lora=json.loads(arguments.lora) if arguments.lora else None,
     ) as backend:
-        try_restart_peak()
+        base_bytes = await backend.device_thread.submit(lambda: measure_base(backend))
         while (question := await trio.to_thread.run_sync(read_question)) is not None:
             handlers: dict[str, Any] = {
                 "step": step,
                 "old_log_probs": add_old_log_probs,
                 "gradients": gradients,
+                "snapshot": write_snapshot,
             }
             name = question.pop("do")
-            answer = read_memory() if name == "memory" else await handlers[name](backend, **question)
+            if name == "memory":
+                answer = {**read_memory(), "base_bytes": base_bytes}
+            else:
+                answer = await handlers[name](backend, **question)
             answers.write(json.dumps(answer) + "\n")
 
 
@@ -109,6 +141,8 @@ def main() -> int:
     parser.add_argument("--micro-batch-tokens", type=int, required=True)
     parser.add_argument("--share-prefix", action="store_true")
     parser.add_argument("--skip-zero-advantage", action="store_true")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--lora", default="", help="JSON of a LoraConfig")
     trio.run(serve, parser.parse_args())
     return 0
 
