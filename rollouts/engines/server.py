@@ -240,7 +240,7 @@ class ServerEngine:
                 if paused:
                     await self.dialect.thaw()  # what an earlier pause froze has to finish
                 await _wait_done(self._sent())
-            elif mode == "abort" or self.dialect.adapter is not None:  # frozen in SGLang they lose their tokens
+            elif mode == "abort" or self.dialect.adapter is not None:  # frozen, SGLang's lose their tokens
                 await self.abort_all()
             await self.dialect.freeze()
         except BaseException:
