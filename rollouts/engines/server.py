@@ -228,7 +228,7 @@ class ServerEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """Closes the gate here, then stops the server. Returns when nothing is generated any more. If it
-        fails, the gate is as it was.
+        fails, the gate is as it was. With an adapter "keep" is "abort": no request outlives a change of it.
         """
         self._check_open()
         if mode == "keep" and not self.features.keep_pause:
@@ -240,7 +240,7 @@ class ServerEngine:
                 if paused:
                     await self.dialect.thaw()  # what an earlier pause froze has to finish
                 await _wait_done(self._sent())
-            elif mode == "abort":
+            elif mode == "abort" or self.dialect.adapter is not None:  # frozen, SGLang's lose their tokens
                 await self.abort_all()
             await self.dialect.freeze()
         except BaseException:

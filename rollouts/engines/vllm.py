@@ -329,6 +329,7 @@ def open_vllm_engine(
             name=server.name,
             seeds=seeds,
             checksum=True,
+            partial_checksum=on_cpu,
             adapters=adapters,
             max_adapter_rank=lora.max_lora_rank if lora and adapters else 0,
             frees_memory=frees_memory,

@@ -59,6 +59,7 @@ class Proof(NamedTuple):
     trainer_log_probs: FloatArray  # [T] nats
     checksum: str | None  # of the engine's weights, where it gives one
     digest: str | None  # of the snapshot that it loaded; None: the weights came in memory
+    partial: bool = False  # the checksum: it is of some weights
 
     @property
     def difference(self) -> float:
@@ -112,7 +113,8 @@ def check_change(previous: Proof, now: Proof) -> None:
     """Raises WeightSyncError if the weights differ from those of `previous` and the engine does not show it.
 
     The weights differ when the snapshots do or, without snapshots, when the trainer's log-probs moved. Where
-    both checksums are known they decide, because an engine with varying arithmetic scores old weights anew.
+    both checksums are known they decide, because an engine with varying arithmetic scores old weights anew;
+    but that some weights are the same, as a merged adapter leaves some, says nothing.
     """
     if None not in (previous.digest, now.digest):
         differ = previous.digest != now.digest
@@ -120,7 +122,8 @@ def check_change(previous: Proof, now: Proof) -> None:
         differ = np.abs(previous.trainer_log_probs - now.trainer_log_probs).max() > NOTICEABLE
     same = np.array_equal(previous.engine_log_probs, now.engine_log_probs)
     how = "scores the probe exactly as before"
-    if None not in (previous.checksum, now.checksum):
+    says = not now.partial or previous.checksum != now.checksum
+    if says and None not in (previous.checksum, now.checksum):
         same, how = previous.checksum == now.checksum, f"still has the checksum {now.checksum}"
     if previous.version != now.version and differ and same:
         raise WeightSyncError(
@@ -335,7 +338,8 @@ class EngineUpdate:
         with self._measure("_probe"):
             scored = await self._watch("probe", lambda: score_by_engine(plan.probe, engine, plan.version))
             checksum = await self._read_checksum() if engine.features.checksum else None
-        proof = Proof(plan.version, scored, plan.expected, checksum, plan.digest)
+            partial = engine.features.partial_checksum
+        proof = Proof(plan.version, scored, plan.expected, checksum, plan.digest, partial)
         check_agreement(proof, tolerance=plan.probe.tolerance)
         for previous in plan.proven.proofs.get(self.name, ()):  # a restart may bring back any of them
             check_change(previous, proof)

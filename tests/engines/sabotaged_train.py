@@ -1,5 +1,5 @@
-"""train.py, but that servers answer 200 to every order to load weights and keep those they have, and that a
-run whose servers all fail gives up after 5 s.
+"""train.py, but that servers answer 200 to every order to load weights and keep those they have (of
+adapters the first, under each new name), and that a run whose servers all fail gives up after 5 s.
 """
 
 import runpy
@@ -10,10 +10,16 @@ import rollouts.engines.open
 from rollouts.engines.wire import Server
 
 post = Server.control
+ADAPTERS: list[str] = []
 
 
-async def control(self: Server, path: str, *rest: Any, **named: Any) -> Any:
-    return None if path == "/collective_rpc" else await post(self, path, *rest, **named)
+async def control(self: Server, path: str, body: Any = None, *rest: Any, **named: Any) -> Any:
+    if path == "/collective_rpc":
+        return None
+    if path == "/v1/load_lora_adapter":
+        ADAPTERS.append(body["lora_path"])
+        body = body | {"lora_path": ADAPTERS[0]}
+    return await post(self, path, body, *rest, **named)
 
 
 Server.control = control

@@ -294,7 +294,7 @@ async def _sglang(server: FaultServer, path: str, query: str, body: dict[str, An
         case "/continue_generation":
             await process.resume()
         case "/abort_request":
-            await process.abort([body["rid"]])
+            await process.abort([body["rid"]], lost=process.paused == "keep")  # what is retracted is queued
         case "/update_weights_from_disk":
             if process.paused is None:
                 await process.wait_until(lambda: not process.running)

@@ -91,6 +91,7 @@ class Answer:
 class _Running:
     has_slot: bool = False
     stop: trio.Event = field(default_factory=trio.Event)  # aborted, or the process is gone
+    lost: bool = False  # what it has so far
 
 
 class SimulatedProcess:
@@ -251,6 +252,8 @@ class SimulatedProcess:
             if self._take("at_request", index, Crash):
                 raise ConnectionLost
             if running.stop.is_set():
+                if running.lost:
+                    answer, versions = Answer(), []
                 break
             position = len(request.prompt_ids) + len(versions)
             answer.ids.append(token)
@@ -336,11 +339,14 @@ class SimulatedProcess:
         await self.enter(self.speed.control_s)
         return hashlib.sha256(self.weights.encode()).hexdigest()
 
-    async def abort(self, server_ids: list[str]) -> None:
-        """Answers these requests with what they have; SGLang aborts every id that begins with one of them."""
+    async def abort(self, server_ids: list[str], *, lost: bool = False) -> None:
+        """Answers these requests with what they have, or with nothing; SGLang aborts every id that begins
+        with one of them.
+        """
         await self.enter(self.speed.control_s)
         for name, running in self.running.items():
             if name.startswith(tuple(server_ids)):
+                running.lost = lost
                 running.stop.set()
         self.notify()
 

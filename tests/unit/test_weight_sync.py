@@ -17,7 +17,7 @@ from rollouts.errors import BackendError, EngineSilent, EngineUnreachable, Weigh
 from rollouts.types import Completion, EngineFeatures, GenerateRequest, RolloutBatch
 from rollouts.weight_sync.snapshots import Snapshot
 from rollouts.weight_sync.sync import WeightSync
-from rollouts.weight_sync.update import SilenceLimits, make_probe
+from rollouts.weight_sync.update import Proof, SilenceLimits, check_change, make_probe
 from tests.support.text_tables import cases
 
 PROBE = make_probe(50, tolerance=1e-2)
@@ -332,6 +332,15 @@ async def test_an_engine_that_does_not_prove_the_new_weights_leaves(
     assert world.those("fail") == ["b"]
     with pytest.raises(WeightSyncError, match=says):
         raise world.errors["b"]
+
+
+def test_that_some_weights_are_as_before_proves_nothing():
+    before, now = (Proof(version, score(version), score(version), "same", str(version)) for version in (1, 2))
+    check_change(before, now._replace(partial=True))
+    with pytest.raises(WeightSyncError, match="still has the checksum same"):
+        check_change(before, now)
+    with pytest.raises(WeightSyncError, match="scores the probe exactly as before"):
+        check_change(before, now._replace(partial=True, engine_log_probs=score(1)))
 
 
 async def test_a_version_with_the_weights_of_the_one_before_is_served(autojump_clock):
