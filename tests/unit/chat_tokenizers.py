@@ -4,7 +4,7 @@ test asks for.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -16,7 +16,7 @@ CHATML = (
 )
 
 
-def turn(role: str, content: Any = "", **more: Any) -> Any:
+def turn(role: str, content="", **more):
     return {"role": role, "content": content, **more}
 
 
@@ -106,9 +106,7 @@ def family_sentencepiece(name: str) -> PreTrainedTokenizerFast:
     return _make(name, symbols, splitter, decoder, merges=[], unk_token="<unk>")
 
 
-def _make(
-    name: str, symbols: Sequence[str], splitter: Any, decoder: Any, **model: Any
-) -> PreTrainedTokenizerFast:
+def _make(name: str, symbols: Sequence[str], splitter, decoder, **model) -> PreTrainedTokenizerFast:
     family = FAMILIES[name]
     special, added = family.special.split(), family.added.split()
     vocab = {symbol: index for index, symbol in enumerate([*special, *added, *symbols])}

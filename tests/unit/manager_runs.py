@@ -73,7 +73,7 @@ class Run:
         """The groups of the next batch."""
         return groups_of(await self.manager.generate_batch())
 
-    def advance(self, trainer: int, engine: int | None = None) -> None:
+    def advance(self, trainer: int, engine: int | None = None):
         """Versions of the trainer and of the engine (default: the trainer's)."""
         self.version[0], version = trainer, trainer if engine is None else engine
         self.engine.set_version(version)
@@ -98,7 +98,7 @@ class Run:
     def save(self) -> str:
         return json.dumps([self.recorder.buffer.state_dict(), self.manager.state_dict()])
 
-    def check_prompts(self, trained: list[tuple[int, str]]) -> None:
+    def check_prompts(self, trained: list[tuple[int, str]]):
         """Trained, held, or still to come: every prompt of the stream is in one place. For runs whose filters
         drop nothing, between draws.
         """
@@ -116,7 +116,7 @@ def make_run(
     state: str | None = None,
     version: int = 0,
     rows: Sequence[Mapping[str, str]] = ROWS,
-    **options: Any,
+    **options,
 ) -> Run:
     """Two groups of two, of the reward index_reward. `options` are settings of the rollouts and of the
     manager; `state` is what another run saved.

@@ -126,11 +126,11 @@ async def one_reward(sample: Sample) -> float:
     return 7.0
 
 
-async def generate_scored(sample: Sample, engine: Any, sampling: Any) -> Sample:
+async def generate_scored(sample: Sample, engine, sampling) -> Sample:
     return dataclasses.replace(await chat_generate(sample, engine, sampling), reward=0.5)
 
 
-async def last_wins(samples: Any) -> list[RewardResult]:
+async def last_wins(samples) -> list[RewardResult]:
     last = len(samples) - 1
     return [RewardResult(float(at == last), {"place": at}, "last wins") for at in range(len(samples))]
 
@@ -144,7 +144,7 @@ async def last_wins(samples: Any) -> list[RewardResult]:
     ],
 )
 async def test_a_reward_comes_from_the_call_the_generate_function_or_for_the_whole_group(
-    of_batch: Any, options: dict[str, Any], rewards: list[float]
+    of_batch, options, rewards
 ):
     run = make_run(**options)
     batch = await run.manager.generate_batch(of_batch)
@@ -157,7 +157,7 @@ async def test_a_reward_comes_from_the_call_the_generate_function_or_for_the_who
 
 
 async def test_segments_of_a_trajectory_share_the_reward_of_the_last():
-    async def generate(sample: Sample, engine: Any, sampling: Any) -> list[Sample]:
+    async def generate(sample: Sample, engine, sampling) -> list[Sample]:
         done = await chat_generate(sample, engine, sampling)
         return [done, dataclasses.replace(done, response="final")]
 
@@ -192,7 +192,7 @@ COMPETITIONS = """
 @pytest.mark.parametrize("row", read_cells(COMPETITIONS), ids=" ".join)
 @cases("deterministic: no yes")
 async def test_with_a_ranker_the_best_of_all_that_are_kept_train_in_launch_order(
-    row: list[str], deterministic: bool, autojump_clock
+    row, deterministic: bool, autojump_clock
 ):
     scores, kept, (most,), taken, (drawn, filtered, outranked) = ([*map(int, cell.split())] for cell in row)
     run = make_run(
@@ -225,9 +225,7 @@ async def test_with_a_ranker_the_best_of_all_that_are_kept_train_in_launch_order
         (ValueError("oops"), "generate", "raised ValueError: oops"),
     ],
 )
-async def test_a_sample_that_fails_leaves_its_group_and_says_why(
-    error: Exception, failure_class: str, message: str
-):
+async def test_a_sample_that_fails_leaves_its_group_and_says_why(error, failure_class, message):
     in_reward = failure_class == "reward"
     run = make_run(
         lambda request: ScriptedReply(
@@ -256,15 +254,15 @@ spoiled | message
 {"rewards": {"a": 1e39}} | returned 1e+39 as its part 'a'
 {} | metadata.junk is a object
 """)
-async def test_what_a_function_returns_costs_its_sample_and_not_the_run(spoiled: Any, message: str):
+async def test_what_a_function_returns_costs_its_sample_and_not_the_run(spoiled: Any, message):
     """The second sample of each group has these fields, or its reward function leaves no JSON in it."""
 
-    async def generate(sample: Sample, engine: Any, sampling: Any) -> Sample:
+    async def generate(sample: Sample, engine, sampling) -> Sample:
         done = dataclasses.replace(await chat_generate(sample, engine, sampling), reward=1.0)
         fields = spoiled if member_of(sample.id) == 1 else {}
         return dataclasses.replace(done, **fields)
 
-    async def reward(sample: Any) -> float:
+    async def reward(sample) -> float:
         sample.metadata.update({"junk": object()} if member_of(sample.id) == 1 else {})
         return 1.0
 
@@ -287,7 +285,7 @@ async def test_a_filter_may_call_its_reason_failed_samples():
 
 
 async def test_a_generate_function_may_give_a_sample_up():
-    async def generate(sample: Sample, engine: Any, sampling: Any) -> Sample:
+    async def generate(sample: Sample, engine, sampling) -> Sample:
         if sample.id != SECOND:
             return await chat_generate(sample, engine, sampling)
         metadata = {**sample.metadata, "failure": "no tool"}
@@ -307,7 +305,7 @@ async def test_a_group_needs_two_samples_that_did_not_fail():
 
 
 async def test_a_group_reward_that_fails_fails_all_its_samples(autojump_clock):
-    async def group_reward(samples: Any) -> list[float]:
+    async def group_reward(samples) -> list[float]:
         if samples[0].group_index == 0:
             raise ValueError("no judge")
         await trio.sleep(1000 if samples[0].group_index == 1 else 0)
@@ -329,11 +327,11 @@ version | asked
 1       | g00000000-s000 g00000000-s001
 """)
 async def test_an_aborted_sample_goes_on_while_its_tokens_are_fresh_enough_else_it_starts_again(
-    autojump_clock, version: int, asked: str
+    autojump_clock, version: int, asked
 ):
     run = make_run(say("abc"), num_prompts=1)
 
-    async def abort() -> None:
+    async def abort():
         await trio.sleep(2.5)
         run.advance(version)
         await run.engine.abort_all()
@@ -435,7 +433,7 @@ async def test_a_filter_that_raises_and_a_ranker_without_a_number_stop_the_call_
 
 
 @pytest.mark.parametrize("kind", [EngineClosed, ModelError, FleetDown, WeightVersionError, EngineSetupError])
-async def test_an_error_that_is_everybodys_stops_the_call(kind: type[Exception]):
+async def test_an_error_that_is_everybodys_stops_the_call(kind):
     run = make_run(lambda request: ScriptedReply(error=kind("oops")))
     with pytest.raises(kind):
         await run.manager.generate_batch()

@@ -26,7 +26,7 @@ from tests.unit.chat_tokenizers import (
 )
 
 
-def call(name: str, arguments: Any, number: int = 1) -> dict[str, Any]:
+def call(name: str, arguments, number: int = 1) -> dict[str, Any]:
     return {"type": "function", "id": f"call0000{number}", "function": {"name": name, "arguments": arguments}}
 
 
@@ -54,7 +54,7 @@ THOUGHTS = [
 ]
 
 
-def marked(messages: list[Any], tokenizer: PreTrainedTokenizerFast, **options: Any) -> str:
+def marked(messages: list[Any], tokenizer: PreTrainedTokenizerFast, **options) -> str:
     """The text of all tokens, with ⟦ and ⟧ around those that train."""
     conversation = tokenize_conversation(messages, tokenizer, **options)
     mask = compute_loss_mask(conversation)

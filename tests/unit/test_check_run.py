@@ -32,7 +32,7 @@ def check_levels(root: Path, *, deep: bool = False) -> dict[str, str]:
     return {finding.subject: finding.level for finding in check_written_run(RunDir(root), deep=deep)}
 
 
-def test_a_torn_line_is_a_warning_and_a_damaged_one_an_error(run: Path):
+def test_a_torn_line_is_a_warning_and_a_damaged_one_an_error(run):
     assert check_levels(run, deep=True) == {"metrics.jsonl": "ok", "checkpoints": "ok"}
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"stage": "r')
@@ -42,7 +42,7 @@ def test_a_torn_line_is_a_warning_and_a_damaged_one_an_error(run: Path):
     assert check_levels(run)["metrics.jsonl"] == "error"
 
 
-def test_a_flipped_bit_shows_only_when_every_byte_is_read(run: Path):
+def test_a_flipped_bit_shows_only_when_every_byte_is_read(run):
     weights = run / "checkpoints/rl/step_2/model.safetensors"
     weights.write_bytes(b"weighTs")
     assert check_levels(run)["checkpoints"] == "ok"
@@ -53,7 +53,7 @@ def test_a_flipped_bit_shows_only_when_every_byte_is_read(run: Path):
     assert check_levels(run)["checkpoints/rl/step_2"] == "error"
 
 
-def test_the_command_exits_with_2_where_something_is_wrong(run: Path, capsys):
+def test_the_command_exits_with_2_where_something_is_wrong(run, capsys):
     (run / "trackers").mkdir()
     (run / "trackers/statsd.json").write_text(json.dumps({"schema": 1, "id": "a", "files": {}, "number": 0}))
     assert main(["check", str(run), "--deep"]) == 0
@@ -76,9 +76,7 @@ url         | with_key                     | without_key | levels | word
 127.0.0.1:1 | /health=200 /server_info=401 | | error | SGLANG_API_KEY
 127.0.0.1:1 | | | error | ConnectError
 """)
-def test_a_server_is_healthy_or_named_with_the_way_out(
-    monkeypatch, url: str, with_key: str, without_key: str, levels: str, word: str
-):
+def test_a_server_is_healthy_or_named_with_the_way_out(monkeypatch, url, with_key, without_key, levels, word):
     def answer(request: httpx.Request) -> httpx.Response:
         answers = with_key if "authorization" in request.headers else without_key
         codes = dict(pair.split("=") for pair in answers.split())

@@ -24,7 +24,7 @@ from tests.support.text_tables import cases
 class SlowBackend:
     """A backend whose copies wait for `go` to be written, and can be made to fail. Notes what is asked."""
 
-    def __init__(self, *, room: bool = True) -> None:
+    def __init__(self, *, room: bool = True):
         self.room = room  # for a copy
         self.go = trio.Event()
         self.value = 0
@@ -47,7 +47,7 @@ class SlowBackend:
         self.calls.append("reset")
         return Done(lambda: None)
 
-    def _write(self, path: Path, value: int) -> None:
+    def _write(self, path: Path, value: int):
         (path / "model").write_text(str(value))
         if self.failures:
             self.failures -= 1
@@ -57,22 +57,22 @@ class SlowBackend:
 class Held:
     """A copy."""
 
-    def __init__(self, backend: SlowBackend, value: int) -> None:
+    def __init__(self, backend: SlowBackend, value: int):
         self.backend, self.value = backend, value
 
-    async def __call__(self, path: Path) -> None:
+    async def __call__(self, path: Path):
         await self.backend.go.wait()
         self.backend.calls.append("write")
         self.backend._write(path, self.value)
 
-    def drop(self) -> None:
+    def drop(self):
         self.backend.calls.append("drop")
 
 
 class Done:
     """A future whose work is done at once."""
 
-    def __init__(self, work: Callable[[], object]) -> None:
+    def __init__(self, work: Callable[[], object]):
         self._work = work
 
     async def result(self) -> object:

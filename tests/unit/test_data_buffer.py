@@ -56,6 +56,6 @@ rows                                               | message
 [{"messages": [{"role": "user", "content": "a"}]}] | row 0: no `prompt`
 [{"prompt": "a", "score": NaN}]                    | row 0: score is nan
 """)
-def test_rows_that_cannot_be_asked_are_refused_at_the_start(rows: Any, message: str):
+def test_rows_that_cannot_be_asked_are_refused_at_the_start(rows: Any, message):
     with pytest.raises(DataError, match=message):
         DataBuffer(rows, seed=0)

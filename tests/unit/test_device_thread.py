@@ -19,7 +19,7 @@ open_device = partial(open_device_thread, name="device")
 class Gate:
     """A job that runs until it is let go."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.started = threading.Event()
         self.let_go = threading.Event()
         self.ended = False
@@ -30,7 +30,7 @@ class Gate:
         self.ended = True
         return "through"
 
-    async def wait_started(self) -> None:
+    async def wait_started(self):
         assert await trio.to_thread.run_sync(self.started.wait, SOON)
 
 

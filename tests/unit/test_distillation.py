@@ -75,7 +75,7 @@ def test_a_token_that_only_one_gives_probability_zero_makes_one_direction_infini
     assert float(compute_divergence(student, teacher, beta=beta)) == pytest.approx(expected)
 
 
-def test_tiles_and_heads_give_the_same_values_and_gradients(monkeypatch: pytest.MonkeyPatch):
+def test_tiles_and_heads_give_the_same_values_and_gradients(monkeypatch):
     hidden, weight = draw(11, 4).requires_grad_(), draw(9, 4, seed=1).requires_grad_()
     teacher, teacher_weight = draw(11, 6, seed=2).requires_grad_(), draw(9, 6, seed=3)
     options = {"beta": 0.3, "temperature": 0.7}
@@ -94,7 +94,7 @@ def test_tiles_and_heads_give_the_same_values_and_gradients(monkeypatch: pytest.
 # --- the loss -----------------------------------------------------------------------------------------------
 
 
-def test_gkd_sums_over_the_mask_in_each_unit_and_no_garbage_leaks(monkeypatch: pytest.MonkeyPatch):
+def test_gkd_sums_over_the_mask_in_each_unit_and_no_garbage_leaks(monkeypatch):
     monkeypatch.setattr(distillation, "DIVERGENCE_TILE", 7)
     student, teacher = draw(3, 4, 5), draw(3, 4, 5, seed=1)
     mask = torch.tensor([[True, False, True, True], [False, True, False, False], [False] * 4])

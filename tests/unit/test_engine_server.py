@@ -91,7 +91,7 @@ SGLANG_ANSWER = """{"output_ids": [5], "meta_info": {"id": "ID", "finish_reason"
 "weight_versions": [{"version": "default", "start": 0, "end": 1}]}}"""
 
 
-async def refuse(server: FaultServer, kind: type[Exception], named: str | None = None, **options: Any) -> str:
+async def refuse(server: FaultServer, kind: type[Exception], named: str | None = None, **options) -> str:
     """What is said when no engine is opened for it."""
     with pytest.raises(kind, match=named) as raised:
         async with server.open_engine(**options):

@@ -70,7 +70,7 @@ error
 error in a call
 leaving
 """)
-async def test_whatever_ends_the_block_no_prompt_is_lost(autojump_clock, ends_by: str):
+async def test_whatever_ends_the_block_no_prompt_is_lost(autojump_clock, ends_by):
     run = start(max_staleness=3)
 
     async def fail():
@@ -120,7 +120,7 @@ async def test_a_call_that_is_cancelled_changes_nothing_and_the_next_one_gets_th
 
 @pytest.mark.parametrize("error", [FleetDown("nobody"), EngineClosed("gone"), UserFunctionError("a bug")])
 async def test_what_fails_beside_training_is_raised_by_the_next_call_and_the_one_after_begins_again(
-    autojump_clock, error: Exception
+    autojump_clock, error
 ):
     broken = True
     of_engine = None if isinstance(error, UserFunctionError) else error

@@ -17,7 +17,7 @@ none | 0/memory_gib=1 0/utilization=0.1 1/memory_gib=3 1/utilization=0.8
 1,0  | 0/memory_gib=3 0/utilization=0.8 1/memory_gib=1 1/utilization=0.1
      |
 """)
-def test_gpus_are_numbered_as_cuda_visible_devices_lists_them(monkeypatch, visible: str, expected: str):
+def test_gpus_are_numbered_as_cuda_visible_devices_lists_them(monkeypatch, visible, expected):
     driver = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlDeviceGetCount=lambda: 2,

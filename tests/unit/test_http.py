@@ -34,7 +34,7 @@ CHUNKED = OK + b'transfer-encoding: chunked\r\n\r\n7\r\n{"token\r\ne;x=y\r\ns": 
 class Peer:
     """The server's end of one connection; `number`: connections before it."""
 
-    def __init__(self, stream: Any, number: int, log: list[tuple[int, str]]) -> None:
+    def __init__(self, stream, number: int, log: list[tuple[int, str]]):
         self.stream, self.number, self.log = stream, number, log
         self.send = stream.send_all
 
@@ -54,7 +54,7 @@ class Peer:
         self.log.append((self.number, received.decode()))
         return received.decode()
 
-    def reset_on_close(self) -> None:
+    def reset_on_close(self):
         self.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
@@ -64,13 +64,13 @@ Handle = Callable[[Peer], Awaitable[None]]
 class Server:
     """A server on a socket: `handle` serves each connection."""
 
-    def __init__(self, handle: Handle, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, handle: Handle, tls: ssl.SSLContext | None):
         self.handle, self.tls = handle, tls
         self.url = ""
         self.log: list[tuple[int, str]] = []  # connection and request
         self.accepted = self.open = 0
 
-    async def serve(self, stream: Any) -> None:
+    async def serve(self, stream):
         if self.tls is not None:
             stream = trio.SSLStream(stream, self.tls, server_side=True, https_compatible=True)
         self.accepted += 1
@@ -83,7 +83,7 @@ class Server:
 
 @asynccontextmanager
 async def open_both(
-    handle: Handle, *, tls: ssl.SSLContext | None = None, **options: Any
+    handle: Handle, *, tls: ssl.SSLContext | None = None, **options
 ) -> AsyncIterator[tuple[Server, HttpClient]]:
     """A server and a client for it."""
     server = Server(handle, tls)
@@ -98,7 +98,7 @@ async def open_both(
 
 
 def always(answer: bytes) -> Handle:
-    async def handle(peer: Peer) -> None:
+    async def handle(peer: Peer):
         while await peer.read_request():
             await peer.send(answer)
 
@@ -108,7 +108,7 @@ def always(answer: bytes) -> Handle:
 def replying(*answers: bytes, hangs: bool = False) -> Handle:
     """One request for each answer; then the connection is closed, unless the server hangs."""
 
-    async def handle(peer: Peer) -> None:
+    async def handle(peer: Peer):
         for answer in answers:
             await peer.read_request()
             await peer.send(answer)
@@ -151,7 +151,7 @@ async def test_a_request_names_host_key_type_and_length():
 
 @cases("end: close reset")
 @pytest.mark.parametrize("raw", [REPLY, CHUNKED])
-async def test_an_answer_cut_at_any_byte_is_an_error(raw: bytes, end: str):
+async def test_an_answer_cut_at_any_byte_is_an_error(raw, end):
     cut = 0
 
     async def handle(peer: Peer):
@@ -183,7 +183,7 @@ async def test_an_answer_cut_at_any_byte_is_an_error(raw: bytes, end: str):
         OK + b"content-length: 999999999\r\n\r\n",
     ],
 )
-async def test_what_is_not_http_or_endless_is_a_reply_error_without_the_key(raw: bytes):
+async def test_what_is_not_http_or_endless_is_a_reply_error_without_the_key(raw):
     async with open_both(always(raw), api_key=KEY) as (server, client):
         with pytest.raises(ReplyError, match=f"POST {server.url}/generate") as caught:
             await client.request("POST", "/generate", body=b"{}")
@@ -192,7 +192,7 @@ async def test_what_is_not_http_or_endless_is_a_reply_error_without_the_key(raw:
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\nb", "sk-ü", "tail "])
-async def test_a_key_that_no_header_carries_is_refused_unshown(key: str):
+async def test_a_key_that_no_header_carries_is_refused_unshown(key):
     with pytest.raises(EngineSetupError, match="api_key") as caught:
         async with open_http_client("http://127.0.0.1:1", api_key=key):
             pass
@@ -206,7 +206,7 @@ async def test_a_key_that_no_header_carries_is_refused_unshown(key: str):
     f" http://[::1?key=SECRET http://h/#SECRET http://SECRET@[::1 http://h/@?SECRET http://{'a' * 64}.b"
     " http://me:SECRET@host".split(" "),
 )
-async def test_a_url_that_is_none_or_holds_a_key_is_refused_unshown(url: str):
+async def test_a_url_that_is_none_or_holds_a_key_is_refused_unshown(url):
     with pytest.raises(EngineSetupError, match=r"url=|api_key") as caught:
         async with open_http_client(url):
             pass
@@ -217,7 +217,7 @@ async def test_a_url_that_is_none_or_holds_a_key_is_refused_unshown(url: str):
 
 
 @pytest.mark.parametrize(("headers", "used"), [(b"connection: close\r\n", [0, 1, 2]), (b"", [0, 0, 0])])
-async def test_a_connection_is_used_again_unless_it_is_over(headers: bytes, used: list[int]):
+async def test_a_connection_is_used_again_unless_it_is_over(headers, used):
     async with open_both(always(REPLY.replace(OK, OK + headers))) as (server, client):
         for _ in range(3):
             assert (await client.request("GET", "/x")).content == BODY
@@ -289,7 +289,7 @@ async def test_a_cancelled_request_closes_its_own_connection_only():
 
 
 @cases("end: close reset")
-async def test_a_kept_connection_closed_under_the_request_is_replaced_once(end: str):
+async def test_a_kept_connection_closed_under_the_request_is_replaced_once(end):
     async def handle(peer: Peer):
         if end == "reset":
             peer.reset_on_close()
@@ -307,7 +307,7 @@ async def test_a_kept_connection_closed_under_the_request_is_replaced_once(end: 
 
 
 @pytest.mark.parametrize("beginning", [b"", REPLY[:-1]])
-async def test_work_that_may_have_begun_is_not_asked_for_again(beginning: bytes, monkeypatch):
+async def test_work_that_may_have_begun_is_not_asked_for_again(beginning, monkeypatch):
     """The answer has begun, or the end comes later than that of a connection that was closed before."""
     monkeypatch.setattr(http, "RESEND_S", 60.0 if beginning else 0.0)
     async with open_both(replying(REPLY, beginning)) as (server, client):
@@ -318,7 +318,7 @@ async def test_work_that_may_have_begun_is_not_asked_for_again(beginning: bytes,
 
 
 @pytest.mark.parametrize("begins", [b"", OK])
-async def test_a_server_that_says_nothing_is_silent_and_not_asked_again(begins: bytes):
+async def test_a_server_that_says_nothing_is_silent_and_not_asked_again(begins):
     async with open_both(replying(REPLY, begins, hangs=True)) as (server, client):
         await client.request("GET", "/x")
         with pytest.raises(EngineSilent, match=r"0\.05 s"):

@@ -205,7 +205,7 @@ reward/mean --smooth 0 | at least 1
 / | name at least one metric
 reward/mean --png /nowhere/x.png | cannot be written
 """)
-def test_plot_says_what_is_wrong(words: str, message: str, tmp_path, capsys):
+def test_plot_says_what_is_wrong(words, message, tmp_path, capsys):
     assert main(["plot", str(write_run(tmp_path / "run")), *words.split()]) == 2
     assert message in capsys.readouterr().err
 
@@ -235,7 +235,7 @@ SELECT response, metadata->>'$.k[0]' FROM samples      | [["2026-01-02", "1"]]
 SELECT name FROM evaluations ORDER BY name             | [["one"], ["two"]]
 SELECT count(*), count(track) FROM spans               | [[0, 0]]
 """)
-def test_views_answer(queried: Path, sql: str, rows: Any):
+def test_views_answer(queried, sql, rows: Any):
     with open_record(queried) as record:
         assert [*map(list, run_sql(record, sql)[1])] == rows
 
@@ -257,7 +257,7 @@ ATTACH 'x.db' |
 SELECT 1; SELECT 2 | one statement that reads
  | one statement that reads
 """)
-def test_a_query_reads_the_rows_and_nothing_else(queried: Path, sql: str, message: str, monkeypatch):
+def test_a_query_reads_the_rows_and_nothing_else(queried, sql, message, monkeypatch):
     monkeypatch.chdir(queried)
     (queried / "config.toml").write_text("secret")
     before = {path: path.read_bytes() for path in queried.iterdir()}
@@ -266,7 +266,7 @@ def test_a_query_reads_the_rows_and_nothing_else(queried: Path, sql: str, messag
     assert {path: path.read_bytes() for path in queried.iterdir()} == before
 
 
-def test_query_prints_a_table_csv_or_json(queried: Path, capsys):
+def test_query_prints_a_table_csv_or_json(queried, capsys):
     sql = 'SELECT step, "reward/mean" FROM metrics ORDER BY step'
     with (queried / "metrics.1.jsonl").open("a") as file:
         file.write('{"stage": "r')

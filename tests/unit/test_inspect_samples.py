@@ -20,7 +20,7 @@ from tests.support.text_tables import cases
 from tests.unit.run_rows import HEAD, write_block, write_rows
 
 
-def make_sample(step: int, number: int, **fields: Any) -> dict[str, Any]:
+def make_sample(step: int, number: int, **fields) -> dict[str, Any]:
     known = {"id": f"s{number}", "group_index": number // 2, "status": "completed", "prompt": "add"}
     known |= {"step": step, "policy_version": step - 1, "response": f"it is {number}", "reward": number / 10}
     return known | {"tokens": 9, "response_length": 20 - number} | fields
@@ -39,7 +39,7 @@ def run(tmp_path_factory) -> Path:
     return root
 
 
-def find_ids(root: Path, **query: Any) -> str:
+def find_ids(root: Path, **query) -> str:
     with open_record(root) as record:
         places = find_samples(record, **query).places
         return " ".join(row["id"] for row in record.read_samples(places))
@@ -62,11 +62,11 @@ grep = "sum"                       | s7
 grep = "user"                      |
 grep = "completed"                 |
 """)
-def test_samples_are_chosen_and_ordered(run: Path, query: dict, expected: str):
+def test_samples_are_chosen_and_ordered(run, query: dict, expected):
     assert find_ids(run, **query) == expected
 
 
-def test_a_step_or_stage_without_samples_says_what_there_is(run: Path):
+def test_a_step_or_stage_without_samples_says_what_there_is(run):
     for query, message in (({"step": 9}, "--step 9: .*steps 1 to 4"), ({"stage": "sft"}, "eval-rl, rl")):
         with pytest.raises(RunDirError, match=message):
             find_ids(run, **query)

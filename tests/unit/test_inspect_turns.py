@@ -79,7 +79,7 @@ options                            | expected
 --grep PRODUCT.                    | TURNS 1 of 2 logged samples
 --grep tool_call_id                | 0 of 2 logged samples
 """)
-async def test_a_trajectory_is_one_sample_with_its_turns(tmp_path, capsys, options: str, expected: str):
+async def test_a_trajectory_is_one_sample_with_its_turns(tmp_path, capsys, options, expected):
     root = await write_samples(tmp_path, *SAMPLES)
     assert main(["samples", root, *options.split()]) == 0
     for name, text in (("TURNS ", f"{TURNS}\n"), ("OTHER ", f"{OTHER}\n")):
@@ -109,7 +109,7 @@ turns                               | said
 [{"tokens": 0}, {"tokens": 7}]      | [assistant · turn 2 · 7 tokens]
 [{"tokens": 7, "rewards": {"a": 2}}]| [assistant · turn 1 · 7 tokens · a 2]
 """)
-def test_turns_are_the_last_messages_of_the_model(turns: Any, said: str):
+def test_turns_are_the_last_messages_of_the_model(turns: Any, said):
     """A prompt may hold others, and an agent may have rewritten its history."""
     shown = list_turns({"messages": [{"role": "assistant", "content": "hi"}], "trajectory": {"turns": turns}})
     assert shown == [{"said": f"{said} ", "text": "hi"}]
