@@ -6,7 +6,6 @@ import json
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rollouts.data.chat import render_prompt, tokenize_conversation
@@ -31,16 +30,6 @@ def taught(messages: list[ChatMessage], tokenizer, **options) -> list[str]:
 
 
 # --- spans --------------------------------------------------------------------------------------------------
-
-
-def test_a_span_begins_after_the_header_and_ends_with_the_end_token():
-    conversation = tokenize_conversation([turn("user", "q"), turn("assistant", "abc")], byte_tokenizer())
-    # <|im_start|> "user\n" "q" <|im_end|> "\n" = 1 + 5 + 1 + 1 + 1, then <|im_start|> "assistant\n" = 1 + 10
-    (span,) = conversation.spans
-    assert span == slice(20, 24)  # a, b, c, <|im_end|>
-    assert len(conversation.token_ids) == 25  # and the newline after it
-    assert conversation.token_ids[23] == 2
-    assert conversation.token_ids.dtype == np.int64
 
 
 @cases(r"""

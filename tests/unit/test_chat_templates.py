@@ -58,6 +58,7 @@ def marked(messages: list[Any], tokenizer: PreTrainedTokenizerFast, **options) -
     """The text of all tokens, with ⟦ and ⟧ around those that train."""
     conversation = tokenize_conversation(messages, tokenizer, **options)
     mask = compute_loss_mask(conversation)
+    assert conversation.token_ids.dtype == np.int64
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     pieces = [str(tokenizer.decode(conversation.token_ids[a:b])) for a, b in itertools.pairwise(edges)]
     return "".join(

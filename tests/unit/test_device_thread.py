@@ -56,25 +56,10 @@ async def test_a_failure_reaches_every_waiter_and_is_then_not_raised_again_on_le
         for _ in range(3):
             with pytest.raises(ValueError, match="bad") as caught:
                 await future
-        depth, frame = 0, caught.value.__traceback__
-        while frame is not None:
-            depth, frame = depth + 1, frame.tb_next
-        assert depth == 5, (
+        assert len(caught.traceback) == 5, (
             "here, result(), the thread's loop, the lambda and fail(): the traceback must not grow with every"
             " waiter"
         )
-
-
-async def test_cancelling_a_waiter_does_not_cancel_the_job():
-    gate = Gate()
-    async with open_device() as device:
-        future = device.submit(gate)
-        await gate.wait_started()
-        with trio.move_on_after(0) as scope:
-            await future
-        assert scope.cancelled_caught
-        gate.let_go.set()
-        assert await future == "through"
 
 
 async def test_several_unheard_failures_are_raised_as_a_group():

@@ -217,13 +217,6 @@ async def test_an_environment_that_fails_is_closed_and_named():
     assert counts == {"opened": 1, "closed": 1}
 
 
-async def test_a_cancelled_trajectory_closes_its_environment(autojump_clock):
-    counts = Counter()
-    with trio.move_on_after(2.5):
-        await play("a", world=open_games(counts, delay_s=1.0), tools=())
-    assert counts == {"opened": 1, "closed": 1}
-
-
 # --- a manager, stops and updates ---------------------------------------------------------------------------
 
 
