@@ -20,6 +20,8 @@ def turn(role: str, content="", **more):
     return {"role": role, "content": content, **more}
 
 
+TALK = [turn("user", "3+4?"), turn("assistant", "It is 7."), turn("user", "2+2?"), turn("assistant", "4")]
+
 # --- the templates of tests/data/chat_templates -------------------------------------------------------------
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"

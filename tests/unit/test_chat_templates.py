@@ -19,6 +19,7 @@ from rollouts.errors import DataError, ModelError
 from tests.support.text_tables import cases
 from tests.unit.chat_tokenizers import (
     CHATML,
+    TALK,
     byte_tokenizer,
     family_sentencepiece,
     family_tokenizer,
@@ -31,7 +32,6 @@ def call(name: str, arguments, number: int = 1) -> dict[str, Any]:
 
 
 SYSTEM = turn("system", "Be brief.")
-TALK = [turn("user", "3+4?"), turn("assistant", "It is 7."), turn("user", "2+2?"), turn("assistant", "4")]
 WEATHER = {
     "type": "function",
     "function": {

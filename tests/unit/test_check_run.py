@@ -13,6 +13,7 @@ from rollouts.preflight.checks import check_servers, check_written_run
 from rollouts.preflight.findings import Findings
 from rollouts.run_dir import RunDir
 from tests.support.text_tables import cases, write_jsonl
+from tests.unit.run_rows import read_command
 
 
 @pytest.fixture
@@ -56,8 +57,7 @@ def test_a_flipped_bit_shows_only_when_every_byte_is_read(run):
 def test_the_command_exits_with_2_where_something_is_wrong(run, capsys):
     (run / "trackers").mkdir()
     (run / "trackers/statsd.json").write_text(json.dumps({"schema": 1, "id": "a", "files": {}, "number": 0}))
-    assert main(["check", str(run), "--deep"]) == 0
-    out = capsys.readouterr().out
+    out = read_command(capsys, "check", run, "--deep")
     assert "warning  tracker statsd: it does not have all rows" in out
     assert "this run is whole (1 warning)" in out
     (run / "checkpoints/rl/step_2/manifest.json").unlink()

@@ -18,6 +18,7 @@ from rollouts.rewards.call import call_filter, call_reward
 from rollouts.rewards.check import apply_reward
 from rollouts.types import SampleGroup
 from tests.support.text_tables import cases
+from tests.unit.run_rows import read_command
 
 
 @pytest.fixture
@@ -39,8 +40,8 @@ rl.clip_low           | rl.clip_low = 0.2  (default)
                       | rl.steps = 3  (CONFIG)
 """)
 def test_explain_tells_where_a_value_comes_from(config, argv, line, capsys):
-    assert main(["explain", str(config), *argv.split()]) == 0
-    assert line.replace("CONFIG", str(config)) in capsys.readouterr().out
+    said = read_command(capsys, "explain", config, *argv.split())
+    assert line.replace("CONFIG", str(config)) in said
 
 
 @cases("""
@@ -116,6 +117,5 @@ def test_what_cannot_be_written_is_named_and_nothing_is_overwritten(tmp_path, ca
         write_task(tmp_path, "countng")
     with pytest.raises(RunDirError, match="cannot be written"):
         write_task(tmp_path / "task.py" / "inside", "counting")
-    assert main(["init", str(tmp_path / "new")]) == 0
-    out = capsys.readouterr().out
+    out = read_command(capsys, "init", tmp_path / "new")
     assert f"check it:  python -m rollouts check {tmp_path / 'new' / 'config.toml'} --call" in out

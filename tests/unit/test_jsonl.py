@@ -62,14 +62,9 @@ def test_a_full_part_is_followed_by_the_next_also_in_the_next_attempt(path):
 
 
 def test_a_part_is_on_the_device_before_the_next_has_its_name(path, monkeypatch):
-    seen = list[list[Path]]()
-    file = RecordFile(path, part_bytes=1)
-    file.append(make_line(1))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: seen.append(list_parts(path)))
-        file.append(make_line(2))
-    file.close()
-    assert seen == [[path]]
+    seen = []
+    write_three(monkeypatch, path, "fsync", lambda _: seen.append(list_parts(path)))
+    assert seen == [[path], [path, part_path(path, 1)]]
 
 
 # --- torn lines and damage ----------------------------------------------------------------------------------
