@@ -121,7 +121,7 @@ def fail(error: Exception, *, times: float = float("inf"), wait_s: float = 0.0) 
     """The first `times` requests fail."""
     count = 0
 
-    async def script(engine: FakeEngine, request: GenerateRequest):
+    async def script(engine, request):
         nonlocal count
         count += 1
         if count <= times:
@@ -177,7 +177,7 @@ async def asking(
     """
     results: dict[str, Completion | Exception] = {}
 
-    async def one(name: str):
+    async def one(name):
         try:
             results[name] = await fleet.generate(ask(name, affinity))
         except EngineError as error:

@@ -11,7 +11,7 @@ from rollouts.data.data_buffer import DataBuffer
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.testing.fakes import Script, ScriptedEngine, ScriptedReply
-from rollouts.types import FilterDecision, RolloutBatch, Sample, SampleGroup, SamplingParams, metric_values
+from rollouts.types import FilterDecision, RolloutBatch, Sample, SamplingParams, metric_values
 from tests.sim.fakes import RecordingBuffer
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 
@@ -45,7 +45,7 @@ async def index_reward(sample: Sample) -> float:
 def fail_on(error: Exception, *sample_ids: str):
     """A reward function that fails for these samples, or for all."""
 
-    async def broken_reward(sample: Sample) -> float:
+    async def broken_reward(sample):
         if not sample_ids or sample.id in sample_ids:
             raise error
         return await index_reward(sample)
@@ -54,7 +54,7 @@ def fail_on(error: Exception, *sample_ids: str):
 
 
 def keep_groups(*kept: int):
-    async def chosen(group: SampleGroup) -> FilterDecision:
+    async def chosen(group):
         return FilterDecision(group.group_index in kept, "not_chosen")
 
     return chosen

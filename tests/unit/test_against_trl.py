@@ -121,7 +121,7 @@ def our_loss(name: str, weights: Tensor) -> LossOutput:
 
 
 def our_kto(weights: Tensor, *, use_reference_point: bool) -> LossOutput:
-    def sums(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    def sums(rows):
         ids, mask = stack(rows)
         return score(weights, ids, mask).sum(-1), score(REFERENCE, ids, mask).sum(-1)
 

@@ -198,7 +198,7 @@ async def test_logits_that_need_more_than_the_hidden_states_are_taken_from_the_w
     models = new_model("llama"), new_model("llama")
     for model in models:
 
-        def run(*, input_ids: Tensor, forward=model.forward, **options):
+        def run(*, input_ids, forward=model.forward, **options):
             output = forward(input_ids=input_ids, **options)
             output.logits = output.logits + torch.nn.functional.one_hot(input_ids, output.logits.shape[-1])
             return output
@@ -252,7 +252,7 @@ def saved_bytes(model, batch: RolloutBatch) -> tuple[int, dict[str, Tensor]]:
     """Bytes that the graph keeps for the gradient, and the gradients."""
     kept: dict[int, int] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 

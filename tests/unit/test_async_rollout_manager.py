@@ -82,7 +82,7 @@ async def test_at_no_staleness_the_first_by_launch_win_and_surplus_prompts_come_
 ):
     """Three tokens of 100 s; the others are faster, so finish in vain, or slower, so are aborted."""
 
-    def token_s(name: str) -> float:
+    def token_s(name):
         return 100.0 + slowdown * group_of(name) + (group_of(name) == 1) + extra_s * (group_of(name) > 1)
 
     run = make_run(say(token_s=token_s), over_sampling=2.5)
@@ -95,8 +95,8 @@ async def test_at_no_staleness_the_first_by_launch_win_and_surplus_prompts_come_
 async def test_a_filtered_group_is_replaced_and_the_first_objection_counts():
     asked = []
 
-    def named(name: str, keep: bool):
-        async def filter_(group: SampleGroup) -> FilterDecision:
+    def named(name, keep):
+        async def filter_(group):
             asked.append(f"{name}{group.group_index}")
             return FilterDecision(keep or group.group_index > 0, name)
 
@@ -112,7 +112,7 @@ async def test_a_filtered_group_is_replaced_and_the_first_objection_counts():
 
 
 async def test_samples_are_scored_while_others_are_generated(autojump_clock):
-    async def slow_reward(sample: Sample) -> float:
+    async def slow_reward(sample):
         await trio.sleep(10)
         return float(member_of(sample.id))
 
@@ -159,11 +159,11 @@ async def test_a_reward_comes_from_the_call_the_generate_function_or_for_the_who
 
 
 async def test_segments_of_a_trajectory_share_the_reward_of_the_last():
-    async def generate(sample: Sample, engine, sampling) -> list[Sample]:
+    async def generate(sample, engine, sampling):
         done = await chat_generate(sample, engine, sampling)
         return [done, dataclasses.replace(done, response="final")]
 
-    async def reward(sample: Sample) -> float:
+    async def reward(sample):
         assert sample.response == "final"
         return float(member_of(sample.id))
 
@@ -176,7 +176,7 @@ async def test_segments_of_a_trajectory_share_the_reward_of_the_last():
 
 
 def rank_by(*scores: float):
-    async def ranker(group: SampleGroup) -> float:
+    async def ranker(group):
         return scores[group.group_index]
 
     return ranker
@@ -259,12 +259,12 @@ spoiled | message
 async def test_what_a_function_returns_costs_its_sample_and_not_the_run(spoiled: Any, message):
     """The second sample of each group has these fields, or its reward function leaves no JSON in it."""
 
-    async def generate(sample: Sample, engine, sampling) -> Sample:
+    async def generate(sample, engine, sampling):
         done = dataclasses.replace(await chat_generate(sample, engine, sampling), reward=1.0)
         fields = spoiled if member_of(sample.id) == 1 else {}
         return dataclasses.replace(done, **fields)
 
-    async def reward(sample) -> float:
+    async def reward(sample):
         sample.metadata.update({"junk": object()} if member_of(sample.id) == 1 else {})
         return 1.0
 
@@ -278,7 +278,7 @@ async def test_what_a_function_returns_costs_its_sample_and_not_the_run(spoiled:
 
 
 async def test_a_generate_function_may_give_a_sample_up():
-    async def generate(sample: Sample, engine, sampling) -> Sample:
+    async def generate(sample, engine, sampling):
         if sample.id != SECOND:
             return await chat_generate(sample, engine, sampling)
         metadata = {**sample.metadata, "failure": "no tool"}
@@ -298,7 +298,7 @@ async def test_a_group_needs_two_samples_that_did_not_fail():
 
 
 async def test_a_group_reward_that_fails_fails_all_its_samples(autojump_clock):
-    async def group_reward(samples) -> list[float]:
+    async def group_reward(samples):
         if samples[0].group_index == 0:
             raise ValueError("no judge")
         await trio.sleep(1000 if samples[0].group_index == 1 else 0)

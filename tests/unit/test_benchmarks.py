@@ -17,7 +17,7 @@ from benchmarks.bench_page import format_page, read_about
 from benchmarks.e2e.runs import Setting, make_config, order_rows
 from benchmarks.e2e.tasks import make_rows
 from benchmarks.h200.place import QWEN_1_5B, Place, Shape
-from benchmarks.h200.report import Part, Report, run_part
+from benchmarks.h200.report import Part, run_part
 from benchmarks.h200.targets import TARGETS
 from benchmarks.harness import finish
 from rollouts.config.load import load_config
@@ -107,7 +107,7 @@ async def test_a_part_that_fails_is_reported_and_its_numbers_have_a_reason(
     capsys,
 ):
 
-    async def fail(place: Place, report: Report):
+    async def fail(place, report):
         report.add("first", 1.0)
         raise RuntimeError("out of memory\nin a kernel")
 

@@ -102,7 +102,7 @@ class Fleet:
         self.peers: dict[str, list[FakePeer]] = {name: [] for name in faults}
 
     def transport(self, *, bucket_bytes: int = 32, progress_s: float = 60.0) -> Broadcast:
-        def make_peer(engine) -> FakePeer:
+        def make_peer(engine):
             name = engine.features.name
             self.peers[name].append(FakePeer(name, self.faults[name]))
             return self.peers[name][-1]

@@ -57,7 +57,7 @@ def stage_dir(tmp_path) -> Path:
 async def save(stage_dir: Path, step: int, held: Trained) -> Path:
     path = stage_dir / f"step_{step}"
 
-    async def write(folder: Path):
+    async def write(folder):
         name_parts(folder, [held.write(folder)])
 
     await save_checkpoint(path, write_model=write, state={"cursor": step}, stage="rl", step=step)
@@ -189,7 +189,7 @@ async def test_a_checkpoint_that_is_damaged_anywhere_is_refused_by_name_and_the_
     assert {*named.split(), "tokenizer.json"} <= {file.name for file in files}
     draw = random.Random(0)
 
-    def check_refused(named: str):
+    def check_refused(named):
         reports = []
         assert find_newest_checkpoint(stage_dir, hashes=True, report=reports.append) == older, named
         assert len(reports) == 1 and named in reports[0], (named, reports)

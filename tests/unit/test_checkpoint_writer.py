@@ -122,7 +122,7 @@ async def test_what_is_written_besides_belongs_to_the_checkpoint_and_can_fail_it
     backend, warnings, refuse = SlowBackend(room=room), [], False
     backend.go.set()
 
-    async def write_more(path: Path):
+    async def write_more(path):
         if refuse:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         (path / "more").write_text((path / "model").read_text() + "!")
@@ -216,7 +216,7 @@ async def test_what_retention_keeps_is_applied_after_each_save(tmp_path):
 
 async def test_too_little_room_for_two_checkpoints_is_a_warning_at_the_start(tmp_path, monkeypatch):
     class HugeBackend(SlowBackend):
-        def state_bytes(self) -> int:
+        def state_bytes(self):
             return 1 << 50
 
     warnings = []

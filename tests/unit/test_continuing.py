@@ -89,7 +89,7 @@ async def test_a_trajectory_that_is_stopped_goes_on_from_what_it_noted(
     that is aborted.
     """
 
-    def token_s(name: str) -> float:
+    def token_s(name):
         slow = in_engine and name.startswith("g00000000") and "#1" in name and trio.current_time() < 7
         return 100.0 if slow else 1.0
 

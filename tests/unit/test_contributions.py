@@ -194,7 +194,7 @@ def test_what_a_disk_refuses_leaves_the_shard_as_it_was(tmp_path, monkeypatch):
     shards.write("rl", made_of(b"a" * 100))
     real = os.write
 
-    def full(file: int, data) -> int:
+    def full(file, data):
         if len(data) < 50:
             raise OSError(28, "No space left on device")
         return real(file, data[:60])

@@ -259,7 +259,7 @@ def breaks(size, seed):
 def test_a_function_may_give_a_generator_without_end_or_a_dataset(tmp_path):
     (tmp_path / "makers.py").write_text(MAKERS)
 
-    def make(function: str, **changes) -> dict[str, Any]:
+    def make(function, **changes):
         return {"kind": "python", "function": f"{tmp_path}/makers.py:{function}", "size": 3, **changes}
 
     assert prompts(load(**make("forever", seed=7, params={"start": 2}))) == ["7: 2", "7: 3", "7: 4"]

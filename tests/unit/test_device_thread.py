@@ -122,7 +122,7 @@ async def test_torch_uses_the_number_of_threads_that_was_asked_for():
 async def test_an_interrupt_ends_the_running_job_at_its_next_boundary_and_those_queued_before_it_alone():
     gate, log = Gate(), []
 
-    def pieces(name: str) -> str:
+    def pieces(name):
         for piece in range(3):
             device.check_open()
             log.append((name, piece))

@@ -93,7 +93,7 @@ async def test_ranks_that_cannot_compute_alike_refuse_with_the_same_words_before
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
     said = []
 
-    def meet(rank: int):
+    def meet(rank):
         launch = Launch(rank, 2, rank, 2, "127.0.0.1", 0)
         with pytest.raises(ConfigError) as caught:
             connect(launch, 0, choices[rank])

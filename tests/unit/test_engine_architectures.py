@@ -25,7 +25,7 @@ def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the last resort only."""
 
     class Refused:
-        def __init__(self, *args: object, **kwargs: object):
+        def __init__(self, *args, **kwargs):
             raise ModelError("refused by the test")
 
     monkeypatch.setattr("rollouts.models.decoding.batch.CachedDecoder", Refused)
@@ -98,7 +98,7 @@ def test_a_cache_that_is_wrong_beyond_the_window_only_is_not_used(monkeypatch):
     assert open_decoder(model, max_context=160).path == "cached"
     plain = decoder._set_width
 
-    def forget_one(cache, width: int):
+    def forget_one(cache, width):
         plain(cache, width)
         for layer in cache.layers if width > 40 else ():
             layer.keys[..., 0, :] = layer.keys[..., -1, :]

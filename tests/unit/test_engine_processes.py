@@ -98,7 +98,7 @@ async def test_a_server_that_does_not_start_is_an_error_that_says_why_and_leaves
 
 
 async def test_a_server_that_is_never_ready_is_an_error_after_start_s(tmp_path, monkeypatch):
-    async def ask_once_it_runs(*_: str) -> str:
+    async def ask_once_it_runs(*_):
         await wait_said_hello(tmp_path)
         return "starting"
 

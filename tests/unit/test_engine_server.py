@@ -134,7 +134,7 @@ async def test_a_setting_that_would_falsify_training_is_refused_by_its_flag(dial
 async def test_log_probs_at_another_temperature_are_refused():
     async with open_fake_server("sglang", vocab_size=300) as server:
 
-        def answer(body) -> bytes:
+        def answer(body):
             assert body["sampling_params"]["temperature"] == 1e-3
             return SGLANG_ANSWER.replace("ID", body["rid"]).encode()
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -14,11 +14,11 @@ import trio.testing
 
 from rollouts.config.tables import RolloutConfig
 from rollouts.environments.episode import OpenWorld, make_agent_generate, make_formats
-from rollouts.environments.protocol import Observation, Tool, Turn, World
+from rollouts.environments.protocol import Observation, Tool, World
 from rollouts.errors import EnvironmentFailed, NotEnoughSamples, ToolError, TrajectoryLeftOut
 from rollouts.generation.samples import TRAJECTORY
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
-from rollouts.types import ChatMessage, GenerateRequest, RewardResult, Sample, SamplingParams, Status
+from rollouts.types import ChatMessage, RewardResult, Sample, SamplingParams, Status
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 from tests.support.text_tables import cases
 from tests.unit.manager_runs import ROWS, make_run
@@ -69,7 +69,7 @@ def make_game(counts: Counter[str], *, stateful: bool = True, delay_s: float = 0
     async def reset():
         await trio.sleep(delay_s)
 
-    async def step(turn: Turn) -> Observation:
+    async def step(turn):
         await trio.sleep(delay_s)
         if turn.text == "fail":
             raise EnvironmentFailed("it fell down")
@@ -78,10 +78,10 @@ def make_game(counts: Counter[str], *, stateful: bool = True, delay_s: float = 0
         messages = [ChatMessage(role="user", content="n")]
         return Observation(messages=messages, reward=reward, done=done, metadata={"turn": turns[0]})
 
-    async def score() -> RewardResult:
+    async def score():
         return RewardResult(1.0, {"won": 1.0})
 
-    async def state() -> int | None:
+    async def state():
         return turns[0] if stateful else None
 
     async def restore(state):
@@ -93,7 +93,7 @@ def make_game(counts: Counter[str], *, stateful: bool = True, delay_s: float = 0
 
 def open_games(counts: Counter[str], **options) -> OpenWorld:
     @asynccontextmanager
-    async def open_game(row: Mapping[str, Any]) -> AsyncIterator[World]:
+    async def open_game(row):
         counts["opened"] += 1
         try:
             yield make_game(counts, **options)
@@ -106,7 +106,7 @@ def open_games(counts: Counter[str], **options) -> OpenWorld:
 def script(*turns: str, token_s: float = 0.0):
     """Turn k of every trajectory says turns[k], or goes on with the rest of it; the last repeats."""
 
-    def answer(request: GenerateRequest) -> ScriptedReply:
+    def answer(request):
         name, _, done = request.request_id.partition("@")
         turn = int(name.partition("#")[2] or 0)
         return ScriptedReply(turns[min(turn, len(turns) - 1)][int(done or 0) :], token_s)
@@ -224,7 +224,7 @@ def rolls(seed: int):
     """A script of random turns, some of which end the game, call a tool, or fail."""
     said = ("a", "bb", "slow(1)", "break(1)", "slow(", "end", "end", "fail", "slow(1)slow(2)")
 
-    def answer(request: GenerateRequest) -> ScriptedReply:
+    def answer(request):
         name, _, done = request.request_id.partition("@")
         draw = np.random.default_rng([seed, *name.encode()])
         chosen = said[draw.integers(len(said))]

@@ -11,7 +11,7 @@ from rollouts.testing.fakes import FakeFuture
 def make_group(*done_at: float, failing: int = 9) -> FutureGroup[int]:
     """Futures whose values are their places; those from `failing` on fail with theirs."""
 
-    def fake(place: int, time: float):
+    def fake(place, time):
         failure = BackendError(f"{place}") if place >= failing else None
         return FakeFuture(place, failure, time, lambda: None, False)
 

@@ -11,7 +11,6 @@ import trio
 from rollouts.errors import EngineClosed, FleetDown, UserFunctionError
 from rollouts.generation.continuing import MAX_STARTS
 from rollouts.testing.fakes import ScriptedReply
-from rollouts.types import GenerateRequest, SampleGroup
 from tests.support.text_tables import cases
 from tests.unit.manager_runs import (
     SAMPLING,
@@ -125,12 +124,12 @@ async def test_what_fails_beside_training_is_raised_by_the_next_call_and_the_one
     broken = True
     of_engine = None if isinstance(error, UserFunctionError) else error
 
-    async def broken_filter(group: SampleGroup) -> bool:
+    async def broken_filter(group):
         if broken and group.group_index == 2 and of_engine is None:
             raise ZeroDivisionError("a bug")
         return True
 
-    def script(request: GenerateRequest) -> ScriptedReply:
+    def script(request):
         failing = broken and group_of(request.request_id) > 1
         token_s = 1.0 + 0.01 * group_of(request.request_id)  # groups finish in launch order
         return ScriptedReply("ab", token_s, error=of_engine if failing else None)

@@ -40,7 +40,7 @@ async def test_a_row_has_the_means_since_the_row_before_and_a_driver_that_hangs_
 ):
     shares, looked = [0.2, 0.6, 0.4], trio.Event()
 
-    def look() -> dict[str, float]:  # in a thread
+    def look():  # in a thread
         if not shares:
             trio.from_thread.run_sync(looked.set)
             trio.from_thread.run(trio.sleep_forever)

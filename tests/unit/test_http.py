@@ -98,7 +98,7 @@ async def open_both(
 
 
 def always(answer: bytes) -> Handle:
-    async def handle(peer: Peer):
+    async def handle(peer):
         while await peer.read_request():
             await peer.send(answer)
 
@@ -108,7 +108,7 @@ def always(answer: bytes) -> Handle:
 def replying(*answers: bytes, hangs: bool = False) -> Handle:
     """One request for each answer; then the connection is closed, unless the server hangs."""
 
-    async def handle(peer: Peer):
+    async def handle(peer):
         for answer in answers:
             await peer.read_request()
             await peer.send(answer)
@@ -154,7 +154,7 @@ async def test_a_request_names_host_key_type_and_length():
 async def test_an_answer_cut_at_any_byte_is_an_error(raw, end):
     cut = 0
 
-    async def handle(peer: Peer):
+    async def handle(peer):
         if end == "reset":
             peer.reset_on_close()
         await peer.read_request()
@@ -228,7 +228,7 @@ async def test_a_burst_leaves_no_more_than_max_idle_clients_which_leave_by_age(a
     """In virtual time, over transports instead of sockets."""
     monkeypatch.setattr(http, "MAX_IDLE", 10)
 
-    async def handle(request: httpx.Request) -> httpx.Response:
+    async def handle(request):
         await trio.sleep(0.01)
         return httpx.Response(200, content=BODY)
 
@@ -245,7 +245,7 @@ async def test_a_burst_leaves_no_more_than_max_idle_clients_which_leave_by_age(a
 async def test_the_connection_that_was_used_last_is_used_first(order: Any):
     answered = [trio.Event(), trio.Event()]
 
-    async def handle(peer: Peer):
+    async def handle(peer):
         while await peer.read_request():
             await answered[peer.number].wait()
             await peer.send(REPLY)
@@ -265,13 +265,13 @@ async def test_the_connection_that_was_used_last_is_used_first(order: Any):
 async def test_a_cancelled_request_closes_its_own_connection_only():
     cancelled, scope = trio.Event(), trio.CancelScope()
 
-    async def handle(peer: Peer):
+    async def handle(peer):
         while await peer.read_request():
             if peer.number == 1:
                 await cancelled.wait()
                 await peer.send(REPLY)
 
-    async def ask_in_scope(client: HttpClient):
+    async def ask_in_scope(client):
         with scope:
             await client.request("GET", "/x")
 
@@ -290,7 +290,7 @@ async def test_a_cancelled_request_closes_its_own_connection_only():
 
 @cases("end: close reset")
 async def test_a_kept_connection_closed_under_the_request_is_replaced_once(end):
-    async def handle(peer: Peer):
+    async def handle(peer):
         if end == "reset":
             peer.reset_on_close()
         if peer.number < 2:
@@ -345,7 +345,7 @@ async def test_cancelled_requests_leave_nothing_behind():
     seen = {"sent": 0, "answered": 0}
     body = bytes(100_000)
 
-    async def handle(peer: Peer):
+    async def handle(peer):
         while await peer.read_request():
             peer.log.clear()
             seen["sent"] += 1
@@ -354,12 +354,12 @@ async def test_cancelled_requests_leave_nothing_behind():
                     await trio.lowlevel.checkpoint()
                 await peer.send(part)
 
-    async def cancel_later(scope: trio.CancelScope, rounds: int):
+    async def cancel_later(scope, rounds):
         for _ in range(rounds):
             await trio.lowlevel.checkpoint()
         scope.cancel()
 
-    async def ask_many(client: HttpClient, number: int):
+    async def ask_many(client, number):
         for _ in range(number):
             async with trio.open_nursery() as nursery:
                 if rng.random() < 0.8:  # the others leave connections to be used again
