@@ -4,7 +4,7 @@ test asks for.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -16,7 +16,7 @@ CHATML = (
 )
 
 
-def turn(role: str, content="", **more):
+def turn(role: str, content: Any = "", **more) -> Any:
     return {"role": role, "content": content, **more}
 
 

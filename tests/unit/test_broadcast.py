@@ -227,7 +227,7 @@ class FakeServer:
         address, port, group_name, backend, *ranks = info.values()
         assert ranks == [1, 2], "its own, and of how many"
 
-        def make():
+        def make() -> Any:
             store = torch.distributed.TCPStore(address, port, 2, is_master=False, timeout=timeout)
             group, _ = _new_process_group_helper(
                 2, 1, [], Backend(backend), PrefixStore(group_name, store),

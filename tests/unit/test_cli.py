@@ -58,7 +58,7 @@ check EMPTY                             | there is nothing to train
 evaluate tiny:byte                      | name a TOML file with an [eval] table: --config FILE
 evaluate tiny:byte --config EMPTY       | there is no [eval] table
 """)
-def test_a_wrong_name_is_one_message_with_the_way_out(config, argv, wanted, capsys):
+def test_a_wrong_name_is_one_message_with_the_way_out(config, argv: str, wanted, capsys):
     (config.parent / "empty.toml").write_text("")
     words = {"CONFIG": str(config), "EMPTY": str(config.parent / "empty.toml")}
     assert main([words.get(word, word) for word in argv.split()]) == 2

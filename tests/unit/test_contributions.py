@@ -160,7 +160,7 @@ def test_a_row_whose_arrays_are_cut_removed_or_elsewhere_is_refused(tmp_path, ch
         read_token_arrays(run_dir, changed)
 
 
-def made_of(*blocks: bytes):
+def made_of(*blocks: bytes) -> Any:
     """An update of these blocks, as the patched encode_blocks has it."""
     return SimpleNamespace(blocks=blocks, batch=SimpleNamespace(tokens=[[0]] * len(blocks)))
 

@@ -32,7 +32,7 @@ QUESTIONS = [
 COLUMNS = {"prompt": "question.text", "answer": "answers.0"}
 
 
-def load(kind="jsonl", **settings) -> list[dict[str, Any]]:
+def load(kind: Any = "jsonl", **settings) -> list[dict[str, Any]]:
     settings |= {key: str(settings[key]) for key in ("path", "dataset") if key in settings}
     return load_sources([DataSourceConfig(kind=kind, **settings)], name="rl.data").samples
 

@@ -28,7 +28,7 @@ from tests.unit.test_pytorch_backend import open_backend
 
 
 @asynccontextmanager
-async def open_both(mode="copied") -> AsyncIterator[tuple[Any, LocalEngine]]:
+async def open_both(mode: Any = "copied") -> AsyncIterator[tuple[Any, LocalEngine]]:
     async with (
         open_backend() as backend,
         open_local_engine(

@@ -114,7 +114,7 @@ def script(*turns: str, token_s: float = 0.0):
     return answer
 
 
-def make_generate(*, world: OpenWorld | None = None, tools=TOOLS, **settings):
+def make_generate(*, world: OpenWorld | None = None, tools=TOOLS, **settings) -> Any:
     formats = make_formats(FakeTokenizer(), read_turn=read_turn)  # type: ignore[arg-type]
     options = {} if world is None else {"open_world": world}
     return make_agent_generate(formats, RolloutConfig(**settings), tools=tools, **options)

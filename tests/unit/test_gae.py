@@ -35,12 +35,10 @@ def slow_gae(rewards, values, mask, gamma, lam, bootstrap):
 
 def test_rows_of_all_shapes_match_the_slow_sweep_and_see_neither_each_other_nor_a_tools_tokens():
     rng = np.random.default_rng(0)
-    lengths = [0, 1, 7, 12, 3]
-    masks = [rng.random(length) < 0.6 for length in lengths]
-    rewards, values = ([rng.normal(size=length) for length in lengths] for _ in range(2))
+    masks = [rng.random(length) < 0.6 for length in (0, 1, 7, 12, 3)]
+    rewards, values = ([np.where(mask, rng.normal(size=len(mask)), NAN) for mask in masks] for _ in range(2))
     lams, bootstrap = rng.random(5), rng.normal(size=5)
-    dirty = ([*map(np.where, masks, rows, [NAN] * 5)] for rows in (rewards, values))
-    found = compute_gae(*dirty, masks, gamma=0.97, lam=lams, bootstrap_values=bootstrap)
+    found = compute_gae(rewards, values, masks, gamma=0.97, lam=lams, bootstrap_values=bootstrap)
     for row in range(5):
         expected = slow_gae(rewards[row], values[row], masks[row], 0.97, lams[row], bootstrap[row])
         assert found.advantages[row].dtype == np.float32

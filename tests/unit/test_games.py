@@ -1,6 +1,7 @@
 """Games of gymnasium and reasoning-gym, played with what a model would say."""
 
 import json
+from typing import Any
 
 import pytest
 from reasoning_gym.factory import create_dataset
@@ -16,7 +17,7 @@ ROW = {"prompt": "Reach G.", "prompt_id": "row-1", "epoch": 0}
 MOVES = ["left", "down", "right", "up"]  # of which index() raises ValueError
 
 
-def say(game, text: str):
+def say(game, text: str) -> Any:
     """What a game answers: text, or its text, the reward, whether it is over, and metadata."""
     seen = game.step(Turn(message={"role": "assistant", "content": text}, text=f"<think>…{text}"))
     return seen if isinstance(seen, str) else (seen.messages, seen.reward, seen.done, seen.metadata)
