@@ -28,7 +28,7 @@ def randomize(adapter: Adapter, seed: int) -> Adapter:
     return adapter
 
 
-def make_random(model: Any, base: Path, *, seed: int = 0, scalar: bool = False, **config: Any) -> Adapter:
+def make_random(model, base: Path, *, seed: int = 0, scalar: bool = False, **config) -> Adapter:
     """An adapter of the model, which is the one in `base`, of rank 4 unless `config` says another."""
     if not hasattr(model, ADAPTERS):
         prepare_places(model.requires_grad_(False), base)
@@ -36,20 +36,20 @@ def make_random(model: Any, base: Path, *, seed: int = 0, scalar: bool = False, 
     return randomize(make_adapter(model, LoraConfig(**config), scalar=scalar), seed)
 
 
-def save_random(model: Any, base: Path, folder: Path, **options: Any) -> Adapter:
+def save_random(model, base: Path, folder: Path, **options) -> Adapter:
     """make_random, written to a directory."""
     adapter = make_random(model, base, **options)
     write_adapter(adapter, folder, adapter.weights)
     return adapter
 
 
-def run(model: Any, adapter: Adapter | None = None) -> Tensor:
+def run(model, adapter: Adapter | None = None) -> Tensor:
     """The logits of a few tokens."""
     with use_adapters(model, route_all(adapter)):
         return model(input_ids=IDS, use_cache=False).logits
 
 
-def wrap(model: Any, **options: Any) -> Any:
+def wrap(model, **options):
     """A copy of a model with a new adapter of `peft`."""
     import peft
 
@@ -57,7 +57,7 @@ def wrap(model: Any, **options: Any) -> Any:
     return peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**options)).eval()
 
 
-def fill(wrapped: Any, weights: Mapping[str, Tensor]) -> None:
+def fill(wrapped, weights: Mapping[str, Tensor]) -> None:
     """Gives a model of `peft` these matrices, which are all that it has."""
     import peft
 
@@ -66,7 +66,7 @@ def fill(wrapped: Any, weights: Mapping[str, Tensor]) -> None:
 
 
 def open_trained(
-    path: Path, *, lora: Mapping[str, Any] | None = None, **options: Any
+    path: Path, *, lora: Mapping[str, Any] | None = None, **options
 ) -> AbstractAsyncContextManager[Any]:
     """A backend that trains an adapter of the model in a directory."""
     config = LoraConfig(**{"rank": 4, **(lora or {})}).model_dump()
@@ -76,7 +76,7 @@ def open_trained(
 
 
 @asynccontextmanager
-async def open_both(path: Path, mode: Any = "shared") -> AsyncIterator[tuple[Any, LocalEngine]]:
+async def open_both(path: Path, mode="shared") -> AsyncIterator[tuple[Any, LocalEngine]]:
     """A backend of an adapter, which is not 0, and an engine that generates with it."""
     async with open_trained(path) as backend:
         randomize(backend.trainer.adapter, seed=0)

@@ -21,7 +21,7 @@ async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend) -> None:
     whose slope is −w·r·A where the clip lets it through and 0 where not. The terms add up to the loss.
     """
 
-    def join(rows: Sequence[Any] | None) -> Any:
+    def join(rows: Sequence[Any] | None):
         return np.concatenate(rows or ()).astype(np.float64)
 
     batch, rng = make_batch(), np.random.default_rng(7)

@@ -16,7 +16,7 @@ ROW_FILES = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "contributio
 OF_AN_ATTEMPT = ("time_unix", "attempt", "shard", "offset")
 
 
-def comparable(row: Any) -> Any:
+def comparable(row):
     """The row, and what is nested in it, without what may differ between two equal runs."""
     if isinstance(row, list):
         return [comparable(one) for one in row]

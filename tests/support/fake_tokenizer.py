@@ -19,7 +19,7 @@ class FakeTokenizer:
         self.encoded: list[str] = []  # every text that was tokenized
 
     def apply_chat_template(
-        self, conversation: Any, *, tokenize: bool = False, add_generation_prompt: bool = False
+        self, conversation, *, tokenize: bool = False, add_generation_prompt: bool = False
     ) -> str:
         assert not tokenize
         turns = "".join(self.chat_template.format(**message) for message in conversation)
@@ -31,7 +31,7 @@ class FakeTokenizer:
         parts = re.split(r"(<\|start\|>|<\|end\|>)", text)
         return [token for part in parts for token in ([SPECIAL[part]] if part in SPECIAL else part.encode())]
 
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids, *, skip_special_tokens: bool = True) -> str:
         names = {token: b"" if skip_special_tokens else name.encode() for name, token in SPECIAL.items()}
         parts = (names.get(token, bytes([token % 256])) for token in token_ids)
         return b"".join(parts).decode(errors="replace")

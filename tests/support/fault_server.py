@@ -128,7 +128,7 @@ class FaultServer(httpx.AsyncBaseTransport):
     def transport(self) -> httpx.AsyncBaseTransport:
         return self
 
-    def open_engine(self, *, silence_s: float = 60.0, **options: Any) -> Any:
+    def open_engine(self, *, silence_s: float = 60.0, **options):
         """The real client of this server's dialect, over no network."""
         opened = open_vllm_engine if self.dialect == "vllm" else open_sglang_engine
         options = {"vocab_size": self.process.vocab_size, "name": self.process.name} | options
@@ -136,11 +136,11 @@ class FaultServer(httpx.AsyncBaseTransport):
         return opened(self.url, **options)
 
 
-def _encode(value: Any) -> bytes:
+def _encode(value) -> bytes:
     return json.dumps(msgspec.to_builtins(value)).encode()
 
 
-async def _common(server: FaultServer, path: str, body: dict[str, Any]) -> Any:
+async def _common(server: FaultServer, path: str, body: dict[str, Any]):
     if path == "/v1/models":
         return {"data": [{"id": "policy", "max_model_len": server.process.context_length}]}
     if path == "/update_weight_version":
@@ -152,7 +152,7 @@ async def _common(server: FaultServer, path: str, body: dict[str, Any]) -> Any:
     return DONE
 
 
-async def _change_adapters(server: FaultServer, path: str, body: dict[str, Any]) -> Any:
+async def _change_adapters(server: FaultServer, path: str, body: dict[str, Any]):
     """vLLM says 500 to an adapter that it does not take, SGLang says what it has."""
     process, is_vllm, settings = server.process, server.dialect == "vllm", server.settings
     rank = settings.get("lora_config", settings).get("max_lora_rank")
@@ -173,7 +173,7 @@ async def _change_adapters(server: FaultServer, path: str, body: dict[str, Any])
     return b"Success" if is_vllm else DONE | {"loaded_adapters": dict.fromkeys(process.adapters, "")}
 
 
-async def _vllm(server: FaultServer, path: str, query: str, body: dict[str, Any]) -> Any:
+async def _vllm(server: FaultServer, path: str, query: str, body: dict[str, Any]):
     process = server.process
     match path:
         case "/inference/v1/generate":
@@ -232,7 +232,7 @@ def _write_metrics(process: SimulatedProcess) -> bytes:
     return "".join(["# HELP x\n", *lines]).encode()
 
 
-def _mode(text: str) -> Any:
+def _mode(text: str):
     assert text in ("abort", "wait", "keep"), text
     return text
 
@@ -255,7 +255,7 @@ async def _answer(
     return await process.answer(request, server_id, adapter=adapter)
 
 
-def _send(record: Any, answer: Answer) -> Reply:
+def _send(record, answer: Answer) -> Reply:
     body = answer.replaced_by or _encode(record)
     return Reply(body, arriving=None if answer.cut_at is None else min(answer.cut_at, len(body) - 1))
 
@@ -284,7 +284,7 @@ async def _generate_vllm(process: SimulatedProcess, body: dict[str, Any]) -> Rep
     return _send(record, answer)
 
 
-async def _sglang(server: FaultServer, path: str, query: str, body: dict[str, Any]) -> Any:
+async def _sglang(server: FaultServer, path: str, query: str, body: dict[str, Any]):
     process = server.process
     match path:
         case "/generate":
@@ -351,7 +351,7 @@ async def open_fake_server(
     settings: Mapping[str, Any] | None = None,
     api_key: str | None = None,
     model: str = "simulated",
-    **options: Any,
+    **options,
 ) -> AsyncIterator[FaultServer]:
     """A server with a process of its own, made with `options`."""
     async with open_simulated_process(**options) as process:

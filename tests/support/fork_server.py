@@ -66,7 +66,7 @@ class ForkServer:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def run(self, argv: Sequence[str], **options: Any) -> Ended:
+    def run(self, argv: Sequence[str], **options) -> Ended:
         """`start`, and then `wait`."""
         self.start(argv, **options)
         return self.wait()
@@ -79,7 +79,7 @@ class ForkServer:
         errors: Path | None = None,
         environ: Mapping[str, str] | None = None,
         processes: Sequence[Mapping[str, str]] = ALONE,
-        **options: Any,
+        **options,
     ) -> list[int]:
         """Starts the program; the ids of its processes, one for each of `processes`, in whose environment it
         has those variables besides.
@@ -166,7 +166,7 @@ def main() -> None:
             print(json.dumps(_watch(pids, request, started)._asdict()), file=replies, flush=True)
 
 
-def _start(program: Any, request: Mapping[str, Any]) -> list[int]:
+def _start(program, request: Mapping[str, Any]) -> list[int]:
     server, pids = os.getpid(), []
     for environ in request["processes"]:
         pid = os.fork()
@@ -211,7 +211,7 @@ def _signal(pids: Sequence[int], number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _become(program: Any, request: Mapping[str, Any], environ: Mapping[str, str], server: int) -> NoReturn:
+def _become(program, request: Mapping[str, Any], environ: Mapping[str, str], server: int) -> NoReturn:
     """In the child: the program, and then the end."""
     code = 1
     try:

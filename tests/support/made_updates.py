@@ -12,7 +12,7 @@ def floats(*rows: list[float]) -> tuple[Any, ...]:
     return tuple(np.asarray(row, np.float32) for row in rows)
 
 
-def make_update(**changes: Any) -> UpdateRecord:
+def make_update(**changes) -> UpdateRecord:
     """Two rows of a group: three tokens of which two train, and two tokens of which one does."""
     masks = (np.array([False, True, True]), np.array([False, True]))
     tokens = (np.array([5, 6, 7]), np.array([5, 8]))

@@ -38,7 +38,7 @@ class Collector(ThreadingHTTPServer):
         return [span for body in self.bodies["/v1/traces"] for span in read_spans(body)]
 
 
-def read_labels(attributes: Any) -> dict[str, object]:
+def read_labels(attributes) -> dict[str, object]:
     return {entry.key: entry.value.string_value or entry.value.int_value for entry in attributes}
 
 

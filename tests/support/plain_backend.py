@@ -24,7 +24,7 @@ from rollouts.types import LOSS_FIELDS, Completion, GenerateRequest, LossSpec, R
 OPTIM = OptimConfig(lr=1e-2)
 
 
-def load_tiny(kind: str) -> Any:
+def load_tiny(kind: str):
     """tiny:`kind`, a model of the caller's own."""
     return load_hf_model(resolve_model(f"tiny:{kind}"))
 
@@ -40,7 +40,7 @@ def save_scalar(kind: str, folder: Path) -> Path:
     return folder
 
 
-def score_row(model: Any, tokens: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def score_row(model, tokens, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-prob of each token and entropy before it, [T], 0 for the first: by the model's own logits."""
     ids = torch.as_tensor(tokens)
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
@@ -49,7 +49,7 @@ def score_row(model: Any, tokens: Any, temperature: float = 1.0) -> tuple[Tensor
     return pad(found[0], (1, 0)), pad(found[1], (1, 0))
 
 
-def score_completion(model: Any, request: GenerateRequest, completion: Completion) -> np.ndarray:
+def score_completion(model, request: GenerateRequest, completion: Completion) -> np.ndarray:
     """The model's own log-probs of the completion at the request's temperature."""
     ids = np.concatenate([request.prompt_ids, completion.token_ids])
     with torch.no_grad():
@@ -57,19 +57,19 @@ def score_completion(model: Any, request: GenerateRequest, completion: Completio
     return scored[len(request.prompt_ids) :].numpy()
 
 
-def stack(rows: Any) -> Tensor:
+def stack(rows) -> Tensor:
     """[B, T] padded with 0."""
     return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
 
 
-def score_plainly(model: Any, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+def score_plainly(model, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [B, T] of a batch whose rows are scored each by itself, 0 outside the mask."""
     scored = zip(*(score_row(model, row, batch.temperature) for row in batch.tokens), strict=True)
     log_probs, entropy = (torch.where(stack(batch.loss_masks), stack(rows), 0.0) for rows in scored)
     return log_probs, entropy
 
 
-def compute_plain_loss(model: Any, batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
+def compute_plain_loss(model, batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
     """(the loss, its denominator) of a batch whose rows are scored each by itself; leaves the gradients."""
     fields: dict[str, Any] = {
         name: stack(rows) for name in LOSS_FIELDS.values() if (rows := getattr(batch, name)) is not None
@@ -84,7 +84,7 @@ def compute_plain_loss(model: Any, batch: RolloutBatch, spec: LossSpec) -> tuple
 
 @asynccontextmanager
 async def open_backend(
-    model: Any, *, optim: OptimConfig = OPTIM, total_steps: int = 10, **options: Any
+    model, *, optim: OptimConfig = OPTIM, total_steps: int = 10, **options
 ) -> AsyncIterator[Any]:
     async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
         optimizer = create_adamw_optimizer(model, optim)
@@ -92,7 +92,7 @@ async def open_backend(
         yield PyTorchTrainingBackend(model, optimizer, device_thread, **options)
 
 
-def take_gradients(model: Any) -> dict[str, Tensor]:
+def take_gradients(model) -> dict[str, Tensor]:
     """Zeros where no row reached a parameter."""
     every = model.named_parameters()
     return {name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in every}

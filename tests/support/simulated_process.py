@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import trio
@@ -196,7 +196,7 @@ class SimulatedProcess:
         if self.up:
             self.strike(fault)
 
-    def _take(self, moment: Literal["at_request", "at_update"], index: int, *kinds: type) -> Any:
+    def _take(self, moment: Literal["at_request", "at_update"], index: int, *kinds: type):
         """The fault that is due and of one of these kinds, which strikes; None if there is none."""
         for fault in self.pending:
             at = getattr(fault, moment)
@@ -392,7 +392,7 @@ class SimulatedProcess:
 
 @asynccontextmanager
 async def open_simulated_process(
-    name: str = "a", plan: FaultPlan = (), **options: Any
+    name: str = "a", plan: FaultPlan = (), **options
 ) -> AsyncIterator[SimulatedProcess]:
     """A server that serves BASE_WEIGHTS, version "default", and suffers the faults of `plan` that bear its
     name. The options are those of SimulatedProcess; its `read_weights` says what a path holds (default:

@@ -45,7 +45,7 @@ def cases(text: str) -> Callable[[Any], Any]:
         names.pop()
         rows = [row[: len(names)] for row in rows]
 
-    def parametrize(test: Any) -> Any:
+    def parametrize(test):
         kinds = inspect.get_annotations(test, eval_str=True)
         readers = [READERS.get(kinds.get(name), str) for name in names]
         values = [[read(cell) for read, cell in zip(readers, row, strict=True)] for row in rows]
@@ -54,7 +54,7 @@ def cases(text: str) -> Callable[[Any], Any]:
     return parametrize
 
 
-def write_jsonl(path: Path, *rows: Any) -> Path:
+def write_jsonl(path: Path, *rows) -> Path:
     """The path, of a file with a line for each row; one of bytes is written as it is."""
     lines = (row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows)
     path.write_bytes(b"".join(lines))

@@ -16,9 +16,11 @@ CHATML = (
 )
 
 
-def turn(role: str, content: Any = "", **more: Any) -> Any:
+def turn(role: str, content: Any = "", **more) -> Any:
     return {"role": role, "content": content, **more}
 
+
+TALK = [turn("user", "3+4?"), turn("assistant", "It is 7."), turn("user", "2+2?"), turn("assistant", "4")]
 
 # --- the templates of tests/data/chat_templates -------------------------------------------------------------
 
@@ -106,9 +108,7 @@ def family_sentencepiece(name: str) -> PreTrainedTokenizerFast:
     return _make(name, symbols, splitter, decoder, merges=[], unk_token="<unk>")
 
 
-def _make(
-    name: str, symbols: Sequence[str], splitter: Any, decoder: Any, **model: Any
-) -> PreTrainedTokenizerFast:
+def _make(name: str, symbols: Sequence[str], splitter, decoder, **model) -> PreTrainedTokenizerFast:
     family = FAMILIES[name]
     special, added = family.special.split(), family.added.split()
     vocab = {symbol: index for index, symbol in enumerate([*special, *added, *symbols])}

@@ -45,7 +45,7 @@ def fork_stray(write_fd: int, *, depth: int) -> None:
 class Answers(http.server.BaseHTTPRequestHandler):
     left = behaviour.get("not_ready", 0)
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         status = 200
         if self.path in ("/health", "/ready"):
             status = 503 if Answers.left > 0 else 200

@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import trio
@@ -34,8 +33,8 @@ class FakeEngine:
         seconds: float = 1.0,
         start_s: float | None = None,
         fails: int = 0,
-        **features: Any,
-    ) -> None:
+        **features,
+    ):
         self.features = replace(FEATURES, **{"name": name} | features)
         self.script, self.seconds, self.start_s, self.fails = script, seconds, start_s, fails
         self.version = 0
@@ -81,21 +80,21 @@ class FakeEngine:
             raise self.health_error
         return True
 
-    async def abort_all(self) -> None:
+    async def abort_all(self):
         for event in self.running.values():
             event.set()
 
-    async def pause(self, mode: str) -> None:
+    async def pause(self, mode: str):
         self.calls.append(f"pause {mode}")
 
-    async def resume(self) -> None:
+    async def resume(self):
         self.calls.append("resume")
 
     async def wait_exited(self) -> str:
         await self.exited.wait()
         return "signal 9; last lines: ..."
 
-    async def restart(self) -> None:
+    async def restart(self):
         assert self.start_s is not None
         self.restarted_at.append(trio.current_time())
         await trio.sleep(self.start_s)
@@ -122,7 +121,7 @@ def fail(error: Exception, *, times: float = float("inf"), wait_s: float = 0.0) 
     """The first `times` requests fail."""
     count = 0
 
-    async def script(engine: FakeEngine, request: GenerateRequest) -> None:
+    async def script(engine, request):
         nonlocal count
         count += 1
         if count <= times:
@@ -138,7 +137,7 @@ async def hang(engine: FakeEngine, request: GenerateRequest) -> None:
 
 @asynccontextmanager
 async def fleet_of(
-    *engines: Any, commit: bool = True, warnings: list[str] | None = None, **options: Any
+    *engines, commit: bool = True, warnings: list[str] | None = None, **options
 ) -> AsyncIterator[Fleet]:
     """In service at version 0, unless `commit` is off. Leaving checks that nothing is in flight or queued."""
     members = [
@@ -178,7 +177,7 @@ async def asking(
     """
     results: dict[str, Completion | Exception] = {}
 
-    async def one(name: str) -> None:
+    async def one(name):
         try:
             results[name] = await fleet.generate(ask(name, affinity))
         except EngineError as error:

@@ -39,14 +39,14 @@ def arm(nth: int, said: int) -> None:
     """Patches os.write, or os.open, to die; but what is `said` is written whole."""
     count, write_, open_ = itertools.count(1), os.write, os.open
 
-    def write_half(file: int, data: bytes) -> int:
+    def write_half(file, data):
         if file == said or next(count) != nth:
             return write_(file, data)
         written = write_(file, data[: len(data) // 2])
         os.kill(os.getpid(), signal.SIGKILL)
         return written
 
-    def open_and_die(path: str, flags: int, *arguments: int) -> int:
+    def open_and_die(path, flags, *arguments):
         file = open_(path, flags, *arguments)
         if flags & os.O_EXCL and str(path).endswith(".jsonl") and next(count) == -nth:
             os.kill(os.getpid(), signal.SIGKILL)

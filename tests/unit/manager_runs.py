@@ -11,7 +11,7 @@ from rollouts.data.data_buffer import DataBuffer
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.testing.fakes import Script, ScriptedEngine, ScriptedReply
-from rollouts.types import FilterDecision, RolloutBatch, Sample, SampleGroup, SamplingParams, metric_values
+from rollouts.types import FilterDecision, RolloutBatch, Sample, SamplingParams, metric_values
 from tests.sim.fakes import RecordingBuffer
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 
@@ -45,7 +45,7 @@ async def index_reward(sample: Sample) -> float:
 def fail_on(error: Exception, *sample_ids: str):
     """A reward function that fails for these samples, or for all."""
 
-    async def broken_reward(sample: Sample) -> float:
+    async def broken_reward(sample):
         if not sample_ids or sample.id in sample_ids:
             raise error
         return await index_reward(sample)
@@ -54,7 +54,7 @@ def fail_on(error: Exception, *sample_ids: str):
 
 
 def keep_groups(*kept: int):
-    async def chosen(group: SampleGroup) -> FilterDecision:
+    async def chosen(group):
         return FilterDecision(group.group_index in kept, "not_chosen")
 
     return chosen
@@ -73,7 +73,7 @@ class Run:
         """The groups of the next batch."""
         return groups_of(await self.manager.generate_batch())
 
-    def advance(self, trainer: int, engine: int | None = None) -> None:
+    def advance(self, trainer: int, engine: int | None = None):
         """Versions of the trainer and of the engine (default: the trainer's)."""
         self.version[0], version = trainer, trainer if engine is None else engine
         self.engine.set_version(version)
@@ -98,7 +98,7 @@ class Run:
     def save(self) -> str:
         return json.dumps([self.recorder.buffer.state_dict(), self.manager.state_dict()])
 
-    def check_prompts(self, trained: list[tuple[int, str]]) -> None:
+    def check_prompts(self, trained: list[tuple[int, str]]):
         """Trained, held, or still to come: every prompt of the stream is in one place. For runs whose filters
         drop nothing, between draws.
         """
@@ -116,7 +116,7 @@ def make_run(
     state: str | None = None,
     version: int = 0,
     rows: Sequence[Mapping[str, str]] = ROWS,
-    **options: Any,
+    **options,
 ) -> Run:
     """Two groups of two, of the reward index_reward. `options` are settings of the rollouts and of the
     manager; `state` is what another run saved.

@@ -15,19 +15,19 @@ SAMPLING = SamplingParams(max_new_tokens=200, stop_token_ids=(FAKE_END,), seed=1
 SAMPLE = Sample(id="g00000000-s000", prompt="Say €.", group_index=0, metadata={"answer": "7", "turns": 2})
 
 
-def read_calls(text: str) -> Any:
+def read_calls(text: str):
     """Calls of a function of one letter stand in JSON; the rest is content."""
     text, called = text.removesuffix("<|end|>"), r"([a-z_]+)(\{.*?\})"
     calls = [{"function": {"name": name, "arguments": json.loads(x)}} for name, x in re.findall(called, text)]
     return {"content": re.sub(called, "", text), "tool_calls": calls}
 
 
-def make_format(tools: Any) -> Any:
+def make_format(tools):
     tokenizer: Any = FakeTokenizer()
     return make_formats(tokenizer, read_turn=read_calls)(tools)
 
 
-async def play(agent: str, engine: Any = None, *, sample: Sample = SAMPLE, **settings: Any) -> Any:
+async def play(agent: str, engine=None, *, sample: Sample = SAMPLE, **settings):
     """What a program's trajectory gives."""
     async with open_proxy() as proxy:
         generate: Any = make_proxy_generate(proxy, make_format, RolloutConfig(agent=agent, **settings))

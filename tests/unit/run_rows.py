@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
+from rollouts.cli import main
 from tests.support.text_tables import write_jsonl
 
 HEAD = {"schema": 1, "stage": "rl", "step": 1, "policy_version": 0, "attempt": 1, "time_unix": 1.0}
@@ -18,6 +19,12 @@ def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
     """Writes rows, each with what HEAD has and it lacks; the path."""
     path.parent.mkdir(exist_ok=True, parents=True)
     return write_jsonl(path, *({**HEAD, **row} for row in rows))
+
+
+def read_command(capsys, *words: object) -> str:
+    """What a command prints that succeeds."""
+    assert main([*map(str, words)]) == 0
+    return capsys.readouterr().out
 
 
 def write_run(root: Path, **metrics: float) -> Path:

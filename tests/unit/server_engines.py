@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ VLLM_MODEL = {"model": "simulated", "max_model_len": 256, "logprobs_mode": "proc
 
 @asynccontextmanager
 async def open_both(
-    dialect: DialectName, *, silence_s: float = 60.0, token_s: float = 0.01, **options: Any
+    dialect: DialectName, *, silence_s: float = 60.0, token_s: float = 0.01, **options
 ) -> AsyncIterator[Opened]:
     """A fake server and the real engine for it, after the handshake."""
     options = {"vocab_size": 300, "context_length": 256, "speed": ServerSpeed(token_s=token_s)} | options
@@ -37,7 +36,7 @@ async def open_both(
 
 
 @asynccontextmanager
-async def open_engine(dialect: DialectName, **options: Any) -> AsyncIterator[ServerEngine]:
+async def open_engine(dialect: DialectName, **options) -> AsyncIterator[ServerEngine]:
     async with open_both(dialect, **options) as (_, engine):
         yield engine
 
@@ -63,5 +62,5 @@ async def update(engine: ServerEngine, path: Path, version: int) -> None:
         await engine.resume()
 
 
-async def never(body: Any) -> None:
+async def never(body) -> None:
     await trio.sleep_forever()

@@ -206,7 +206,7 @@ def test_a_function_of_ones_own_answers_per_row_or_per_token():
     ],
 )
 def test_what_is_no_advantage_is_refused_by_the_name_of_the_function(answer, wrong):
-    def my_own(inputs: AdvantageInputs):
+    def my_own(inputs):
         return answer
 
     with pytest.raises(ValueError, match=f"my_own {wrong}"):

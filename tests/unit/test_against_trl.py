@@ -10,7 +10,6 @@ import contextlib
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -122,7 +121,7 @@ def our_loss(name: str, weights: Tensor) -> LossOutput:
 
 
 def our_kto(weights: Tensor, *, use_reference_point: bool) -> LossOutput:
-    def sums(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    def sums(rows):
         ids, mask = stack(rows)
         return score(weights, ids, mask).sum(-1), score(REFERENCE, ids, mask).sum(-1)
 
@@ -147,10 +146,10 @@ class Model:
 
     training = False
 
-    def __init__(self, weights: Tensor) -> None:
+    def __init__(self, weights: Tensor):
         self.weights = weights
 
-    def __call__(self, input_ids: Tensor, labels: Tensor | None = None, **_: object) -> Any:
+    def __call__(self, input_ids: Tensor, labels: Tensor | None = None, **_: object):
         logits = self.weights[input_ids]
         if labels is None:
             return SimpleNamespace(logits=logits)
@@ -162,7 +161,7 @@ class Model:
         )
 
 
-def trainer(**fields: Any) -> Any:
+def trainer(**fields):
     """The attributes that TRL's loss methods read of their trainer."""
     gathered = SimpleNamespace(
         device="cpu", gather_for_metrics=lambda value: value, gather=lambda value: value
@@ -181,7 +180,7 @@ def trainer(**fields: Any) -> Any:
 
 
 @pytest.fixture
-def trl(monkeypatch) -> Any:
+def trl(monkeypatch):
     """TRL's trainers; gradient checkpointing has nothing to be switched off on a table."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     pytest.importorskip("trl", reason="pip install -e .[test-trl] compares with TRL itself")
@@ -202,7 +201,7 @@ def trl(monkeypatch) -> Any:
     )
 
 
-def trl_dpo(trl: Any, weights: Tensor, loss_type: str) -> LossAndMetrics:
+def trl_dpo(trl, weights: Tensor, loss_type: str) -> LossAndMetrics:
     ids, mask = stack([*CHOSEN, *REJECTED])
     fake = trainer(
         ld_alpha=None, f_divergence_type="reverse_kl", loss_types=[loss_type], loss_weights=[1.0], beta=0.3,
@@ -212,11 +211,11 @@ def trl_dpo(trl: Any, weights: Tensor, loss_type: str) -> LossAndMetrics:
     return trl.dpo._compute_loss(fake, Model(weights), batch, False), last_metrics(fake)
 
 
-def last_metrics(fake: Any) -> dict[str, float]:
+def last_metrics(fake) -> dict[str, float]:
     return {name: values[-1] for name, values in fake._metrics["eval"].items() if values}
 
 
-def trl_kto(trl: Any, weights: Tensor, loss_type: str) -> LossAndMetrics:
+def trl_kto(trl, weights: Tensor, loss_type: str) -> LossAndMetrics:
     (ids, mask), (kl_ids, kl_mask) = stack(CHOSEN), stack(kl_rows())
     batch = {"label": torch.tensor(LABELS)}
     for prefix, tokens, kept in (("", ids, mask.long()), ("KL_", kl_ids, kl_mask.long())):
@@ -228,7 +227,7 @@ def trl_kto(trl: Any, weights: Tensor, loss_type: str) -> LossAndMetrics:
     return trl.kto._compute_loss(fake, Model(weights), batch, False), last_metrics(fake)
 
 
-def trl_without_reference(kind: Any, weights: Tensor, **fields: Any) -> LossAndMetrics:
+def trl_without_reference(kind, weights: Tensor, **fields) -> LossAndMetrics:
     """ORPO and CPO."""
     batch: dict[str, Tensor] = {}
     for side, rows in (("chosen", SAME_LENGTH), ("rejected", REJECTED)):
@@ -251,7 +250,7 @@ def trl_without_reference(kind: Any, weights: Tensor, **fields: Any) -> LossAndM
     return loss, {name: float(value) for name, value in metrics.items()}
 
 
-def trl_reward(trl: Any, weights: Tensor, **inputs: Tensor) -> LossAndMetrics:
+def trl_reward(trl, weights: Tensor, **inputs: Tensor) -> LossAndMetrics:
     fake = trainer(args=SimpleNamespace(center_rewards_coefficient=None if inputs else 0.01))
     answer = SimpleNamespace(logits=weights[:2, :3].reshape(6, 1))
     loss = trl.reward.compute_loss(fake, lambda **_: answer, {"attention_mask": torch.ones(6, 1)} | inputs)
@@ -262,7 +261,7 @@ CPO = read_params("alpha = 0.0, label_smoothing = 0.1, cpo_alpha = 0.5, beta = 0
 SIMPO = read_params("alpha = 0.0, label_smoothing = 0.0, cpo_alpha = 0.0, beta = 2.0, simpo_gamma = 0.5")
 
 
-def trl_loss(trl: Any, name: str, weights: Tensor) -> LossAndMetrics:
+def trl_loss(trl, name: str, weights: Tensor) -> LossAndMetrics:
     kind, _, rest = name.partition("/")
     if kind in ("dpo", "kto"):
         return (trl_dpo if kind == "dpo" else trl_kto)(trl, weights, rest)
@@ -282,7 +281,7 @@ def trl_loss(trl: Any, name: str, weights: Tensor) -> LossAndMetrics:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_our_losses_are_the_numbers_that_trl_computed(name: str):
+def test_our_losses_are_the_numbers_that_trl_computed(name):
     output = our_loss(name, POLICY)
     assert float(output.sum) / output.count == pytest.approx(CASES[name][2], abs=1e-5)
 

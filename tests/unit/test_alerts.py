@@ -39,7 +39,7 @@ entropy/mean        | falls(by=0.5, steps=2) | 1 3 0.9 0.9 0.9 0.9 1.5 | step 3,
 logps/chosen        | falls(by=0.5, steps=1) | -4 -5 -7 -11            | step 4
 """)
 def test_a_rule_is_said_once_when_it_begins_to_hold_and_once_when_it_is_over(
-    tmp_path, metric: str, rule: str, values: str, expected: str
+    tmp_path, metric, rule, values, expected
 ):
     settings, cells = f'metric = "{metric}"\nrule = "{rule}"', enumerate(values.split(), 1)
     rows = [make_row(step, **({"a/b": 0} if cell == "-" else {metric: float(cell)})) for step, cell in cells]
@@ -95,7 +95,7 @@ false                                     | CalledProcessError
 {sys.executable} -c while(1):pass         | TimeoutExpired
 """)
 def test_a_command_that_fails_or_hangs_and_a_webhook_that_nobody_hears_cost_a_warning_each(
-    tmp_path, monkeypatch, command: str, problem: str
+    tmp_path, monkeypatch, command, problem
 ):
     monkeypatch.setattr(sink_alerts, "TELL_S", 1.0)
     monkeypatch.setenv("HOOK", "http://127.0.0.1:1/planted")  # where nothing listens
@@ -115,7 +115,7 @@ rule = "absent(steps=0)"                    | steps are 1 or more
 rule = "not_finite"                         | optim/skipped_steps and critic/optim/skipped_steps count
 rule = "absent(steps=1)"; webhook = "http:" | webhook is no name of an environment variable
 """)
-def test_a_rule_that_cannot_hold_is_refused(tmp_path, settings: str, problem: str):
+def test_a_rule_that_cannot_hold_is_refused(tmp_path, settings, problem):
     (tmp_path / "c.toml").write_text(f'[alerts]\nmetric = "a/b"\n{settings.replace("; ", chr(10))}')
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "c.toml")
@@ -128,7 +128,7 @@ run = ["/nowhere"] | there is no program '/nowhere'; give its path
 webhook = "HOOK"   | HOOK is not set; export it with the URL
                    | the metric 'reward/men' is none of ours; did you mean reward/mean?
 """)
-def test_what_an_alert_lacks_is_found_before_a_run_starts(tmp_path, monkeypatch, settings: str, problem: str):
+def test_what_an_alert_lacks_is_found_before_a_run_starts(tmp_path, monkeypatch, settings, problem):
     monkeypatch.delenv("HOOK", raising=False)
     text, findings = f'[alerts]\nmetric = "reward/men"\nrule = "absent(steps=1)"\n{settings}', Findings()
     (tmp_path / "c.toml").write_text(text)

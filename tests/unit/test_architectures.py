@@ -5,7 +5,6 @@ only where they are exact.
 import copy
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,7 @@ moe        | tiny | | packed | linear | 1
 
 
 @functools.cache
-def make_once(name: str) -> Any:
+def make_once(name: str):
     family, settings, *_ = OTHERS.get(name, ("tiny", {}))
     if family == "tiny":
         return load_tiny(name)
@@ -77,7 +76,7 @@ def make_once(name: str) -> Any:
     return model
 
 
-def new_model(name: str) -> Any:
+def new_model(name: str):
     """A copy of its own for each test: backends change weights."""
     return copy.deepcopy(make_once(name))
 
@@ -91,7 +90,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("name", OTHERS)
-async def test_the_fastest_exact_layout_and_head_are_taken(name: str):
+async def test_the_fastest_exact_layout_and_head_are_taken(name):
     """Log-probs and gradients are those of a plain forward of each row."""
     family, _, layout, head, scale = OTHERS[name]
     plan = plan_forward(new_model(name))
@@ -103,7 +102,7 @@ async def test_the_fastest_exact_layout_and_head_are_taken(name: str):
 
 
 @pytest.mark.parametrize("name", ["windows", "some windows"])
-async def test_rows_longer_than_the_window_and_than_the_probe_are_exact(name: str):
+async def test_rows_longer_than_the_window_and_than_the_probe_are_exact(name):
     """A window of 7 against rows of 40, whose branches part at 30."""
     batch = make_rows(40, 40, 40)
     for row in batch.tokens:
@@ -120,7 +119,7 @@ def make_rows(*lengths: int) -> RolloutBatch:
     )
 
 
-async def check_exact(model: Any, slow: Any, batch: RolloutBatch | None = None, **options: Any) -> None:
+async def check_exact(model, slow, batch: RolloutBatch | None = None, **options) -> None:
     """Log-probs, loss and gradients of REINFORCE over all tokens are those of each row by itself."""
     batch = batch or make_batch(temperature=0.7)
     wanted_loss, _ = compute_plain_loss(slow, batch, LossSpec("reinforce"))
@@ -143,7 +142,7 @@ def test_a_model_whose_rows_disturb_each_other_runs_one_at_a_time():
     model = new_model("llama")
     forward = model.model.forward
 
-    def leak(*inputs: Any, **options: Any) -> Any:
+    def leak(*inputs, **options):
         output = forward(*inputs, **options)
         hidden = output.last_hidden_state
         output.last_hidden_state = hidden + hidden.mean((0, 2), keepdim=True) * (len(hidden) - 1)
@@ -164,7 +163,7 @@ async def test_experts_with_a_capacity_run_one_row_at_a_time():
     assert "expert_capacity=8" in plan_forward(model).reason
 
 
-def make_rope(family: str, length: int, **rope: Any) -> Any:
+def make_rope(family: str, length: int, **rope):
     settings = {**SIZES, "rope_parameters": {"rope_theta": 1e4, **rope}, "max_position_embeddings": length}
     return make_model(family, **settings, original_max_position_embeddings=32)
 
@@ -199,7 +198,7 @@ async def test_logits_that_need_more_than_the_hidden_states_are_taken_from_the_w
     models = new_model("llama"), new_model("llama")
     for model in models:
 
-        def run(*, input_ids: Tensor, forward: Any = model.forward, **options: Any) -> Any:
+        def run(*, input_ids, forward=model.forward, **options):
             output = forward(input_ids=input_ids, **options)
             output.logits = output.logits + torch.nn.functional.one_hot(input_ids, output.logits.shape[-1])
             return output
@@ -249,11 +248,11 @@ async def test_dropout_is_off_even_if_the_model_came_in_training_mode():
     assert all((one == other).all() for one, other in zip(first, second, strict=True))
 
 
-def saved_bytes(model: Any, batch: RolloutBatch) -> tuple[int, dict[str, Tensor]]:
+def saved_bytes(model, batch: RolloutBatch) -> tuple[int, dict[str, Tensor]]:
     """Bytes that the graph keeps for the gradient, and the gradients."""
     kept: dict[int, int] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -263,7 +262,7 @@ def saved_bytes(model: Any, batch: RolloutBatch) -> tuple[int, dict[str, Tensor]
 
 
 @pytest.mark.parametrize("kind", MODELS)
-async def test_gradient_checkpointing_gives_the_same_gradients_for_less_memory(kind: str):
+async def test_gradient_checkpointing_gives_the_same_gradients_for_less_memory(kind):
     rng = np.random.default_rng(0)
     batch = RolloutBatch(tokens=(rng.integers(0, 259, 200),), loss_masks=(np.arange(200) > 0,))
     plain, checkpointed = new_model(kind), new_model(kind)
@@ -277,7 +276,7 @@ async def test_gradient_checkpointing_gives_the_same_gradients_for_less_memory(k
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_tiny_model_is_a_function_of_its_seed(kind: str, tmp_path: Path):
+def test_a_tiny_model_is_a_function_of_its_seed(kind, tmp_path):
     paths = [resolve_model(f"tiny:{kind}", cache_dir=tmp_path / str(at), seed=at // 2) for at in range(3)]
     first, again, other = ({file.name: file.read_bytes() for file in path.iterdir()} for path in paths)
     assert first == again

@@ -17,7 +17,7 @@ from benchmarks.bench_page import format_page, read_about
 from benchmarks.e2e.runs import Setting, make_config, order_rows
 from benchmarks.e2e.tasks import make_rows
 from benchmarks.h200.place import QWEN_1_5B, Place, Shape
-from benchmarks.h200.report import Part, Report, run_part
+from benchmarks.h200.report import Part, run_part
 from benchmarks.h200.targets import TARGETS
 from benchmarks.harness import finish
 from rollouts.config.load import load_config
@@ -53,7 +53,7 @@ def test_a_benchmark_ends_with_one_line_of_json_and_a_target_is_met_at_its_bound
         assert parse_result(broken) is None
 
 
-def test_a_benchmark_that_breaks_leaves_a_log_and_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_benchmark_that_breaks_leaves_a_log_and_no_result(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.bench.RUNS", tmp_path)
     assert run_benchmark("no_such_benchmark", []) is None
     assert "no_such_benchmark" in (tmp_path / "no_such_benchmark.log").read_text(encoding="utf-8")
@@ -82,7 +82,7 @@ def run_module(name: str, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
-def test_a_benchmark_says_what_it_measures_and_has_a_short_form(name: str):
+def test_a_benchmark_says_what_it_measures_and_has_a_short_form(name):
     about, command = read_about(name)
     assert len(about) > 30 and command
     assert ("--tiny" if name == "h200" else "--quick") in run_module(name, "--help")
@@ -104,10 +104,10 @@ def test_every_part_of_the_gpu_suite_runs_at_a_tiny_size():
 
 
 async def test_a_part_that_fails_is_reported_and_its_numbers_have_a_reason(
-    capsys: pytest.CaptureFixture[str],
+    capsys,
 ):
 
-    async def fail(place: Place, report: Report) -> None:
+    async def fail(place, report):
         report.add("first", 1.0)
         raise RuntimeError("out of memory\nin a kernel")
 
@@ -135,7 +135,7 @@ def test_flops_of_a_step_are_those_of_its_matrices_and_its_causal_attention():
     assert QWEN_1_5B.kv_bytes(2) == 28 * 1024
 
 
-def test_the_peer_gets_rows_in_the_order_in_which_our_run_draws_them(tmp_path: Path):
+def test_the_peer_gets_rows_in_the_order_in_which_our_run_draws_them(tmp_path):
     setting = Setting("digits", "tiny:byte", steps=14, lr=1e-5, seed=1, threads=1, micro_batch_rows=64)
     path, config_path = tmp_path / "rows.jsonl", tmp_path / "run.toml"
     path.write_text("".join(json.dumps(row) + "\n" for row in make_rows("digits", count=96, seed=1)))
@@ -146,7 +146,7 @@ def test_the_peer_gets_rows_in_the_order_in_which_our_run_draws_them(tmp_path: P
     assert [row.row["prompt"] for row in drawn] == [row["prompt"] for row in order_rows(setting)]
 
 
-def test_gradient_error_is_relative_and_after_clipping(tmp_path: Path):
+def test_gradient_error_is_relative_and_after_clipping(tmp_path):
     ours, trl = tmp_path / "ours", tmp_path / "trl"
     save_file({"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}, ours)  # norm 5
     save_file({"a": torch.tensor([0.6, 0.0]), "b": torch.tensor([0.8])}, trl)

@@ -7,7 +7,6 @@ import importlib.machinery
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -93,7 +92,7 @@ def test_processes_at_once_make_a_directory_once_and_all_see_it_whole(tmp_path):
 
 
 def test_what_is_half_made_is_cleared_and_a_finished_directory_is_kept(tmp_path):
-    def fail(folder: Path):
+    def fail(folder):
         (folder / "half").write_text("")
         raise RuntimeError("disk full")
 

@@ -6,7 +6,6 @@ import json
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rollouts.data.chat import render_prompt, tokenize_conversation
@@ -14,14 +13,7 @@ from rollouts.data.rows import parse_messages, parse_tools
 from rollouts.errors import DataError, ModelError
 from rollouts.types import ChatMessage, Sample
 from tests.support.text_tables import cases
-from tests.unit.chat_tokenizers import CHATML, byte_tokenizer, turn
-
-TWO_TURNS = [
-    turn("user", "3+4?"),
-    turn("assistant", "It is 7."),
-    turn("user", "And 2+2?"),
-    turn("assistant", "4"),
-]
+from tests.unit.chat_tokenizers import CHATML, TALK, byte_tokenizer, turn
 
 
 def taught(messages: list[ChatMessage], tokenizer, **options) -> list[str]:
@@ -31,16 +23,6 @@ def taught(messages: list[ChatMessage], tokenizer, **options) -> list[str]:
 
 
 # --- spans --------------------------------------------------------------------------------------------------
-
-
-def test_a_span_begins_after_the_header_and_ends_with_the_end_token():
-    conversation = tokenize_conversation([turn("user", "q"), turn("assistant", "abc")], byte_tokenizer())
-    # <|im_start|> "user\n" "q" <|im_end|> "\n" = 1 + 5 + 1 + 1 + 1, then <|im_start|> "assistant\n" = 1 + 10
-    (span,) = conversation.spans
-    assert span == slice(20, 24)  # a, b, c, <|im_end|>
-    assert len(conversation.token_ids) == 25  # and the newline after it
-    assert conversation.token_ids[23] == 2
-    assert conversation.token_ids.dtype == np.int64
 
 
 @cases(r"""
@@ -64,14 +46,14 @@ def test_a_template_that_changes_content_is_refused_with_the_first_difference():
         DataError,
         match=r"does not write the content as it is of message 1.*at character 1: 't is 7.' against 'T IS 7.",
     ):
-        taught(TWO_TURNS, byte_tokenizer(template))
+        taught(TALK, byte_tokenizer(template))
 
 
 @pytest.mark.parametrize("end", ["", "\\n", "<|im_end|>.", "</s>"])
 def test_a_turn_that_does_not_end_with_a_special_token_is_refused(end):
     template = CHATML.replace("'<|im_end|>' + '\n'", f"'{end}'")
     with pytest.raises(ModelError, match="never learns to stop"):
-        tokenize_conversation(TWO_TURNS[:2], byte_tokenizer(template))
+        tokenize_conversation(TALK[:2], byte_tokenizer(template))
 
 
 def test_a_tokenizer_without_chat_template_is_refused():
@@ -88,7 +70,7 @@ def test_content_that_melts_into_its_header_is_refused_by_name():
     with pytest.raises(
         DataError, match=r"message 3 begins within a token \(near 'assistant\\n\\nb"
     ) as caught:
-        tokenize_conversation([*TWO_TURNS[:3], turn("assistant", "\nb")], tokenizer)
+        tokenize_conversation([*TALK[:3], turn("assistant", "\nb")], tokenizer)
     assert "strip white space" in str(caught.value)
 
 

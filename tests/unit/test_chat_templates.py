@@ -19,6 +19,7 @@ from rollouts.errors import DataError, ModelError
 from tests.support.text_tables import cases
 from tests.unit.chat_tokenizers import (
     CHATML,
+    TALK,
     byte_tokenizer,
     family_sentencepiece,
     family_tokenizer,
@@ -26,12 +27,11 @@ from tests.unit.chat_tokenizers import (
 )
 
 
-def call(name: str, arguments: Any, number: int = 1) -> dict[str, Any]:
+def call(name: str, arguments, number: int = 1) -> dict[str, Any]:
     return {"type": "function", "id": f"call0000{number}", "function": {"name": name, "arguments": arguments}}
 
 
 SYSTEM = turn("system", "Be brief.")
-TALK = [turn("user", "3+4?"), turn("assistant", "It is 7."), turn("user", "2+2?"), turn("assistant", "4")]
 WEATHER = {
     "type": "function",
     "function": {
@@ -54,10 +54,11 @@ THOUGHTS = [
 ]
 
 
-def marked(messages: list[Any], tokenizer: PreTrainedTokenizerFast, **options: Any) -> str:
+def marked(messages: list[Any], tokenizer: PreTrainedTokenizerFast, **options) -> str:
     """The text of all tokens, with ⟦ and ⟧ around those that train."""
     conversation = tokenize_conversation(messages, tokenizer, **options)
     mask = compute_loss_mask(conversation)
+    assert conversation.token_ids.dtype == np.int64
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     pieces = [str(tokenizer.decode(conversation.token_ids[a:b])) for a, b in itertools.pairwise(edges)]
     return "".join(

@@ -13,6 +13,7 @@ from rollouts.preflight.checks import check_servers, check_written_run
 from rollouts.preflight.findings import Findings
 from rollouts.run_dir import RunDir
 from tests.support.text_tables import cases, write_jsonl
+from tests.unit.run_rows import read_command
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def check_levels(root: Path, *, deep: bool = False) -> dict[str, str]:
     return {finding.subject: finding.level for finding in check_written_run(RunDir(root), deep=deep)}
 
 
-def test_a_torn_line_is_a_warning_and_a_damaged_one_an_error(run: Path):
+def test_a_torn_line_is_a_warning_and_a_damaged_one_an_error(run):
     assert check_levels(run, deep=True) == {"metrics.jsonl": "ok", "checkpoints": "ok"}
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"stage": "r')
@@ -42,7 +43,7 @@ def test_a_torn_line_is_a_warning_and_a_damaged_one_an_error(run: Path):
     assert check_levels(run)["metrics.jsonl"] == "error"
 
 
-def test_a_flipped_bit_shows_only_when_every_byte_is_read(run: Path):
+def test_a_flipped_bit_shows_only_when_every_byte_is_read(run):
     weights = run / "checkpoints/rl/step_2/model.safetensors"
     weights.write_bytes(b"weighTs")
     assert check_levels(run)["checkpoints"] == "ok"
@@ -53,11 +54,10 @@ def test_a_flipped_bit_shows_only_when_every_byte_is_read(run: Path):
     assert check_levels(run)["checkpoints/rl/step_2"] == "error"
 
 
-def test_the_command_exits_with_2_where_something_is_wrong(run: Path, capsys):
+def test_the_command_exits_with_2_where_something_is_wrong(run, capsys):
     (run / "trackers").mkdir()
     (run / "trackers/statsd.json").write_text(json.dumps({"schema": 1, "id": "a", "files": {}, "number": 0}))
-    assert main(["check", str(run), "--deep"]) == 0
-    out = capsys.readouterr().out
+    out = read_command(capsys, "check", run, "--deep")
     assert "warning  tracker statsd: it does not have all rows" in out
     assert "this run is whole (1 warning)" in out
     (run / "checkpoints/rl/step_2/manifest.json").unlink()
@@ -76,10 +76,8 @@ url         | with_key                     | without_key | levels | word
 127.0.0.1:1 | /health=200 /server_info=401 | | error | SGLANG_API_KEY
 127.0.0.1:1 | | | error | ConnectError
 """)
-def test_a_server_is_healthy_or_named_with_the_way_out(
-    monkeypatch, url: str, with_key: str, without_key: str, levels: str, word: str
-):
-    def answer(request: httpx.Request) -> httpx.Response:
+def test_a_server_is_healthy_or_named_with_the_way_out(monkeypatch, url, with_key, without_key, levels, word):
+    def answer(request):
         answers = with_key if "authorization" in request.headers else without_key
         codes = dict(pair.split("=") for pair in answers.split())
         if request.url.path not in codes:

@@ -33,7 +33,7 @@ DRAWN = 8  # places of each file that are damaged
 class Trained:
     """A model that has trained a step. Each checkpoint is of a copy of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.model = make_model(259)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.model(torch.tensor([[1, 2, 3]]), use_cache=False).logits.sum().backward()
@@ -57,7 +57,7 @@ def stage_dir(tmp_path) -> Path:
 async def save(stage_dir: Path, step: int, held: Trained) -> Path:
     path = stage_dir / f"step_{step}"
 
-    async def write(folder: Path) -> None:
+    async def write(folder):
         name_parts(folder, [held.write(folder)])
 
     await save_checkpoint(path, write_model=write, state={"cursor": step}, stage="rl", step=step)
@@ -82,16 +82,16 @@ class Disk:
     long.
     """
 
-    def __init__(self, refuse_at: int = 0, number: int = 0) -> None:
+    def __init__(self, refuse_at: int = 0, number: int = 0):
         self.asked: list[str] = []
         self._refuse_at, self._number = refuse_at, number
 
-    def ask(self, what: str, path: object) -> None:
+    def ask(self, what: str, path: object):
         self.asked.append(f"{what} {Path(str(path)).name}")
         if len(self.asked) == self._refuse_at:
             raise OSError(self._number, os.strerror(self._number), str(path))
 
-    def install(self, patch: pytest.MonkeyPatch) -> None:
+    def install(self, patch: pytest.MonkeyPatch):
         """What writes, syncs, renames and makes directories asks this disk first."""
         patch.setattr(
             os, "fsync", lambda descriptor: self.ask("fsync", Path(f"/proc/self/fd/{descriptor}").readlink())
@@ -103,7 +103,7 @@ class Disk:
         patch.setattr(builtins, "open", opened)
 
     def _asking(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any, *arguments: Any, **options: Any) -> Any:
+        def call(path, *arguments, **options):
             if name != "mkdir" or not os.path.lexists(
                 path
             ):  # else it is refused for another reason, which os.makedirs(exist_ok=True) expects
@@ -127,17 +127,17 @@ class Disk:
 class RefusingFile(io.FileIO):
     """A file each of whose writes asks the disk."""
 
-    def __init__(self, path: str, mode: str, disk: Disk) -> None:
+    def __init__(self, path: str, mode: str, disk: Disk):
         super().__init__(path, mode)
         self._disk = disk
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data) -> int | None:
         self._disk.ask("write", self.name)
         return super().write(data)
 
 
 async def test_a_disk_that_refuses_any_single_call_of_a_save_costs_that_save_only(
-    stage_dir: Path, held: Trained, monkeypatch
+    stage_dir, held, monkeypatch
 ):
     older, disk = await save(stage_dir, 1, held), Disk()
     with monkeypatch.context() as patch:
@@ -181,7 +181,7 @@ def damage(content: bytes, draw: random.Random) -> list[bytes]:
 
 
 async def test_a_checkpoint_that_is_damaged_anywhere_is_refused_by_name_and_the_one_before_is_used(
-    stage_dir: Path, held: Trained
+    stage_dir, held
 ):
     older, newer = await save(stage_dir, 1, held), await save(stage_dir, 2, held)
     files = sorted(path for path in newer.rglob("*") if path.is_file())
@@ -189,7 +189,7 @@ async def test_a_checkpoint_that_is_damaged_anywhere_is_refused_by_name_and_the_
     assert {*named.split(), "tokenizer.json"} <= {file.name for file in files}
     draw = random.Random(0)
 
-    def check_refused(named: str):
+    def check_refused(named):
         reports = []
         assert find_newest_checkpoint(stage_dir, hashes=True, report=reports.append) == older, named
         assert len(reports) == 1 and named in reports[0], (named, reports)

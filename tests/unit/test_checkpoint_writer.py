@@ -24,7 +24,7 @@ from tests.support.text_tables import cases
 class SlowBackend:
     """A backend whose copies wait for `go` to be written, and can be made to fail. Notes what is asked."""
 
-    def __init__(self, *, room: bool = True) -> None:
+    def __init__(self, *, room: bool = True):
         self.room = room  # for a copy
         self.go = trio.Event()
         self.value = 0
@@ -47,7 +47,7 @@ class SlowBackend:
         self.calls.append("reset")
         return Done(lambda: None)
 
-    def _write(self, path: Path, value: int) -> None:
+    def _write(self, path: Path, value: int):
         (path / "model").write_text(str(value))
         if self.failures:
             self.failures -= 1
@@ -57,22 +57,22 @@ class SlowBackend:
 class Held:
     """A copy."""
 
-    def __init__(self, backend: SlowBackend, value: int) -> None:
+    def __init__(self, backend: SlowBackend, value: int):
         self.backend, self.value = backend, value
 
-    async def __call__(self, path: Path) -> None:
+    async def __call__(self, path: Path):
         await self.backend.go.wait()
         self.backend.calls.append("write")
         self.backend._write(path, self.value)
 
-    def drop(self) -> None:
+    def drop(self):
         self.backend.calls.append("drop")
 
 
 class Done:
     """A future whose work is done at once."""
 
-    def __init__(self, work: Callable[[], object]) -> None:
+    def __init__(self, work: Callable[[], object]):
         self._work = work
 
     async def result(self) -> object:
@@ -122,7 +122,7 @@ async def test_what_is_written_besides_belongs_to_the_checkpoint_and_can_fail_it
     backend, warnings, refuse = SlowBackend(room=room), [], False
     backend.go.set()
 
-    async def write_more(path: Path):
+    async def write_more(path):
         if refuse:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         (path / "more").write_text((path / "model").read_text() + "!")
@@ -216,7 +216,7 @@ async def test_what_retention_keeps_is_applied_after_each_save(tmp_path):
 
 async def test_too_little_room_for_two_checkpoints_is_a_warning_at_the_start(tmp_path, monkeypatch):
     class HugeBackend(SlowBackend):
-        def state_bytes(self) -> int:
+        def state_bytes(self):
             return 1 << 50
 
     warnings = []

@@ -125,7 +125,7 @@ async def test_a_kill_at_any_step_of_the_writer_leaves_the_older_or_the_newer_co
 
 
 async def test_a_cancelled_save_keeps_what_someone_may_still_be_writing(stage_dir, autojump_clock):
-    async def hang(path: Path):
+    async def hang(path):
         (path / "half.safetensors").write_bytes(b"x")
         await trio.sleep_forever()
 
@@ -259,7 +259,7 @@ async def test_a_disk_that_gives_other_bytes_back_fails_the_save(stage_dir, monk
     older = await save(stage_dir, 1)
     sync = save_module.fsync_tree
 
-    def sync_and_rot(root: Path):
+    def sync_and_rot(root):
         sync(root)
         file = root / "model.safetensors"
         file.write_bytes(b"\xff" + file.read_bytes()[1:])
@@ -377,11 +377,11 @@ def test_nothing_of_a_run_may_be_a_link_that_leads_out_of_it(tmp_path, name):
 async def test_links_in_a_checkpoint_are_refused_when_written_and_when_read(stage_dir, tmp_path):
     (tmp_path / "outside").write_bytes(bytes(range(200)))
 
-    def put_link(path: Path):
+    def put_link(path):
         (path / "model.safetensors").unlink()
         (path / "model.safetensors").symlink_to(tmp_path / "outside")
 
-    async def write_link(path: Path):
+    async def write_link(path):
         await write_small_model(path)
         put_link(path)
 

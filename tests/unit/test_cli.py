@@ -18,6 +18,7 @@ from rollouts.rewards.call import call_filter, call_reward
 from rollouts.rewards.check import apply_reward
 from rollouts.types import SampleGroup
 from tests.support.text_tables import cases
+from tests.unit.run_rows import read_command
 
 
 @pytest.fixture
@@ -38,9 +39,9 @@ rl.steps --rl.steps 5 | rl.steps = 5  (--rl.steps)
 rl.clip_low           | rl.clip_low = 0.2  (default)
                       | rl.steps = 3  (CONFIG)
 """)
-def test_explain_tells_where_a_value_comes_from(config: Path, argv: str, line: str, capsys):
-    assert main(["explain", str(config), *argv.split()]) == 0
-    assert line.replace("CONFIG", str(config)) in capsys.readouterr().out
+def test_explain_tells_where_a_value_comes_from(config, argv, line, capsys):
+    said = read_command(capsys, "explain", config, *argv.split())
+    assert line.replace("CONFIG", str(config)) in said
 
 
 @cases("""
@@ -57,7 +58,7 @@ check EMPTY                             | there is nothing to train
 evaluate tiny:byte                      | name a TOML file with an [eval] table: --config FILE
 evaluate tiny:byte --config EMPTY       | there is no [eval] table
 """)
-def test_a_wrong_name_is_one_message_with_the_way_out(config: Path, argv: str, wanted: str, capsys):
+def test_a_wrong_name_is_one_message_with_the_way_out(config, argv: str, wanted, capsys):
     (config.parent / "empty.toml").write_text("")
     words = {"CONFIG": str(config), "EMPTY": str(config.parent / "empty.toml")}
     assert main([words.get(word, word) for word in argv.split()]) == 2
@@ -74,7 +75,7 @@ check
 inspect x --nonsense
 init x --seed 1
 """)
-def test_wrong_usage_exits_2(argv: str, capsys):
+def test_wrong_usage_exits_2(argv, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(argv.split())
     assert stopped.value.code == 2
@@ -91,7 +92,7 @@ def test_a_reader_that_leaves_early_gets_no_traceback():
 
 
 @pytest.mark.parametrize("task", TASKS)
-async def test_what_init_writes_has_rows_and_functions_that_tell_right_from_wrong(tmp_path, task: str):
+async def test_what_init_writes_has_rows_and_functions_that_tell_right_from_wrong(tmp_path, task):
     path, _ = write_task(tmp_path, task)
     config, findings = load_config(path), Findings(raises=True)
     rows = load_all_rows(config, ("sft", "rl"), findings)
@@ -116,6 +117,5 @@ def test_what_cannot_be_written_is_named_and_nothing_is_overwritten(tmp_path, ca
         write_task(tmp_path, "countng")
     with pytest.raises(RunDirError, match="cannot be written"):
         write_task(tmp_path / "task.py" / "inside", "counting")
-    assert main(["init", str(tmp_path / "new")]) == 0
-    out = capsys.readouterr().out
+    out = read_command(capsys, "init", tmp_path / "new")
     assert f"check it:  python -m rollouts check {tmp_path / 'new' / 'config.toml'} --call" in out

@@ -32,7 +32,7 @@ def test_help_lists_every_command_in_order_and_each_explains_itself(capsys):
 
 
 @pytest.mark.parametrize("line", SHOWN)
-def test_what_the_page_shows_is_a_command(line: str, capsys):
+def test_what_the_page_shows_is_a_command(line, capsys):
     words = [word for word in shlex.split(line) if word != "--help"]
     assert "usage: rollouts" in run_help(words, capsys)
     if len(words) > 1:

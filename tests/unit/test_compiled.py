@@ -43,19 +43,19 @@ def _algorithms() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-def refuse(program: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+def refuse(program: torch.fx.GraphModule, inputs: list[Tensor]):
     """A compiler that fails."""
     raise OSError("no compiler here")
 
 
-def add_a_little(program: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+def add_a_little(program: torch.fx.GraphModule, inputs: list[Tensor]):
     """A compiler whose programs are wrong."""
     return lambda *arguments: [
         output * 1.01 if isinstance(output, Tensor) else output for output in program.forward(*arguments)
     ]
 
 
-async def train(path: Path, **options: Any) -> tuple[list[Any], list[Any], dict[str, Tensor]]:
+async def train(path: Path, **options) -> tuple[list[Any], list[Any], dict[str, Tensor]]:
     """Losses and gradient norms of three batches, and the gradient of a fourth."""
     losses, norms = [], []
     async with open_pytorch_backend(
@@ -76,7 +76,7 @@ kind  | checkpointing
 llama | no
 gemma | yes
 """)
-async def test_compiled_layers_give_the_losses_and_gradients_of_plain_ones(kind: str, checkpointing: bool):
+async def test_compiled_layers_give_the_losses_and_gradients_of_plain_ones(kind, checkpointing: bool):
     path = resolve_model(f"tiny:{kind}")
     found = await train(path, compile_backend="aot_eager", gradient_checkpointing=checkpointing)
     wanted = await train(path)
@@ -97,7 +97,7 @@ def test_batches_of_changing_lengths_need_no_more_programs():
 
 
 @cases("kind: llama gemma")
-async def test_the_embedded_engine_shares_a_compiled_model_without_its_programs(kind: str):
+async def test_the_embedded_engine_shares_a_compiled_model_without_its_programs(kind):
     """By the fast path and by the model's own cache: the tokens are those of the model as it is written."""
     plain, compiled = (load_tiny(kind) for _ in range(2))
     compile_layers(compiled, backend=refuse)

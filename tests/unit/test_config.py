@@ -4,7 +4,6 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,7 +41,7 @@ data = { kind = "jsonl", path = "sft.jsonl" }
 
 
 @pytest.fixture
-def write(tmp_path) -> Any:
+def write(tmp_path):
     path = tmp_path / "run.toml"
     return lambda text: (path.write_text(text, encoding="utf-8"), path)[1]
 

@@ -1,7 +1,5 @@
 """Votes of a group as rewards: who agrees with whom, ties, and what no consensus is."""
 
-from typing import Any
-
 import pytest
 
 from rollouts.errors import ConfigError
@@ -28,7 +26,7 @@ given      | rules                        | label | votes
 7 7 8 7 -  | min_ratio = 0.6, of = "all"  | 7 | 3 of 4
 7 7 8 7 -  | min_ratio = 0.61, of = "all" | - | 3 of 4
 """)
-def test_votes_follow_their_rules(given: str, rules: dict, label: str, votes: str):
+def test_votes_follow_their_rules(given, rules: dict, label, votes):
     answers = [None if answer == "-" else answer for answer in given.split()]
     consensus = compute_consensus(answers, **rules)
     assert (consensus.label or "-", f"{consensus.votes} of {consensus.num_valid}") == (label, votes)
@@ -43,7 +41,7 @@ def test_a_label_that_is_false_is_a_label_and_the_ratio_is_of_valid_answers_or_a
     ]
 
 
-def score(*answers: str, **rules: Any) -> SampleGroup:
+def score(*answers: str, **rules) -> SampleGroup:
     """A group of these answers, "" for none, with the reward of each."""
     samples = [Sample(id=f"s{at}", prompt="q", response=answer) for at, answer in enumerate(answers)]
     reward = make_consensus_reward(lambda sample: sample.response or None, **rules)
@@ -78,6 +76,6 @@ min_ratio = 1.1 | min_ratio=1.1
 ties = "last"   | ties='last'; it must be one of none, first
 of = "some"     | of='some'
 """)
-def test_rules_that_make_no_sense_are_refused_when_made(rules: dict, wrong: str):
+def test_rules_that_make_no_sense_are_refused_when_made(rules: dict, wrong):
     with pytest.raises(ConfigError, match=wrong):
         make_consensus_reward(lambda sample: None, **rules)

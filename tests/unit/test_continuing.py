@@ -3,7 +3,6 @@ progress is not lost.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import trio
@@ -27,10 +26,10 @@ class Play:
     request is aborted. `begun` has each call and from how many tokens it went on.
     """
 
-    def __init__(self, *tool_s: float) -> None:
+    def __init__(self, *tool_s: float):
         self.tool_s, self.begun = tool_s, list[tuple[str, int]]()
 
-    async def __call__(self, sample: Sample, engine: Any, sampling: SamplingParams) -> Sample:
+    async def __call__(self, sample: Sample, engine, sampling: SamplingParams) -> Sample:
         self.begun.append((sample.id, sample.response_length))
         for turn in range(int(sample.metadata.get("turns", 0)), 2):
             tokens = sample.tokens if turn else np.array([1, 2, 3])
@@ -50,7 +49,7 @@ class Play:
         return sample
 
 
-def start(play: Play, script: Any = None, **options: Any) -> Run:
+def start(play: Play, script=None, **options) -> Run:
     options = {"num_prompts": 1, "max_staleness": 2, **options}
     return make_run(script or say(), generate=play, **options)
 
@@ -90,7 +89,7 @@ async def test_a_trajectory_that_is_stopped_goes_on_from_what_it_noted(
     that is aborted.
     """
 
-    def token_s(name: str) -> float:
+    def token_s(name):
         slow = in_engine and name.startswith("g00000000") and "#1" in name and trio.current_time() < 7
         return 100.0 if slow else 1.0
 

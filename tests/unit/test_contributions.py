@@ -66,7 +66,7 @@ UNFIT = OptimStepResult(step=7, lr=3e-4, grad_norm=None, clipped=False, skipped=
     [({"forward": LOST}, None, "the loss is nan"), ({"optim": UNFIT}, -0.0625, "the gradient norm is inf")],
 )
 def test_a_skipped_update_has_a_row_for_every_sample_says_why_and_gives_nobody_a_share(
-    changes: dict[str, Any], loss: float | None, skipped: str
+    changes, loss, skipped
 ):
     update = make_update(**changes)
     rows = read_back(update)
@@ -150,7 +150,7 @@ shard = "../config.toml" | no name of one
 shard = "/etc/passwd" | no name of one
 shard = "rl-1-000000.bin/../../x" | no name of one
 """)
-def test_a_row_whose_arrays_are_cut_removed_or_elsewhere_is_refused(tmp_path, changes: dict, match: str):
+def test_a_row_whose_arrays_are_cut_removed_or_elsewhere_is_refused(tmp_path, changes: dict, match):
     run_dir = RunDir(tmp_path)
     row = write(tmp_path, make_update())[1]
     path = run_dir.tokens / row["shard"]
@@ -194,7 +194,7 @@ def test_what_a_disk_refuses_leaves_the_shard_as_it_was(tmp_path, monkeypatch):
     shards.write("rl", made_of(b"a" * 100))
     real = os.write
 
-    def full(file: int, data) -> int:
+    def full(file, data):
         if len(data) < 50:
             raise OSError(28, "No space left on device")
         return real(file, data[:60])

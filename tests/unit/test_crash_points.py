@@ -93,6 +93,6 @@ ROLLOUTS_RAISE_AT=sync.begin:1:1:1        | name\\[:nth\\]
 ROLLOUTS_RAISE_AT=sync.begin ROLLOUTS_CRASH_AT=sync.begin | one action per point
 ROLLOUTS_LIST_POINTS=/nowhere/list        | cannot be written
 """)
-def test_a_setting_that_means_nothing_is_refused(settings: str, said: str):
+def test_a_setting_that_means_nothing_is_refused(settings, said):
     with pytest.raises(ConfigError, match=said):
         arm_crash_points(dict(setting.split("=") for setting in settings.split()))

@@ -90,7 +90,7 @@ def test_a_linear_shift_goes_straight_from_one_weighting_to_the_other():
 
 
 def test_medium_rewards_are_favoured_and_nothing_is_dropped():
-    def seen(reward: float | None) -> SourceStatistics:
+    def seen(reward):
         return SourceStatistics(last_batch_reward=reward)
 
     rewards = {"hopeless": 0.0, "hard": 0.25, "medium": 0.5, "solved": 1.0, "beyond": 1.5, "new": None}

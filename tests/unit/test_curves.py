@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.curves.__main__ import make_command
-from benchmarks.curves.bars import Bar, Job, compute_mean_and_error, judge, load_jobs
+from benchmarks.curves.bars import Bar, compute_mean_and_error, judge, load_jobs
 from rollouts.config.load import load_config
 from tests.support.text_tables import cases
 
@@ -61,7 +61,7 @@ def test_a_curve_is_like_others_if_each_quarter_lies_in_their_range_widened_by_t
 
 
 @pytest.mark.parametrize("job", JOBS.values(), ids=lambda job: job.name)
-def test_every_job_has_a_config_that_is_valid(job: Job, monkeypatch):
+def test_every_job_has_a_config_that_is_valid(job, monkeypatch):
     monkeypatch.chdir(ROOT)
     command = make_command(job, job.run_names()[0], None)
     load_config(command[2], command[5:])

@@ -39,12 +39,11 @@ def test_only_prompts_that_are_out_can_be_returned():
     with pytest.raises(DataError, match="is not out"):
         buffer.return_prompts([drawn[0], drawn[0]])
     buffer.return_prompts([drawn[0]])
-    with pytest.raises(DataError, match="is not out"):
-        buffer.return_prompts([drawn[0]])
     undrawn = next(f"row-{index}" for index in range(3) if f"row-{index}" != drawn[3].prompt_id)
-    for never in (PromptRow(undrawn, 1, {}), PromptRow("row-0", 2, {}), PromptRow("row-0", -1, {})):
+    others = PromptRow(undrawn, 1, {}), PromptRow("row-0", 2, {}), PromptRow("row-0", -1, {})
+    for prompt in (drawn[0], *others):
         with pytest.raises(DataError, match="is not out"):
-            buffer.return_prompts([never])
+            buffer.return_prompts([prompt])
     assert buffer.statistics()["returned"] == 1
 
 
@@ -56,6 +55,6 @@ rows                                               | message
 [{"messages": [{"role": "user", "content": "a"}]}] | row 0: no `prompt`
 [{"prompt": "a", "score": NaN}]                    | row 0: score is nan
 """)
-def test_rows_that_cannot_be_asked_are_refused_at_the_start(rows: Any, message: str):
+def test_rows_that_cannot_be_asked_are_refused_at_the_start(rows: Any, message):
     with pytest.raises(DataError, match=message):
         DataBuffer(rows, seed=0)

@@ -32,12 +32,12 @@ QUESTIONS = [
 COLUMNS = {"prompt": "question.text", "answer": "answers.0"}
 
 
-def load(kind: Any = "jsonl", **settings: Any) -> list[dict[str, Any]]:
+def load(kind: Any = "jsonl", **settings) -> list[dict[str, Any]]:
     settings |= {key: str(settings[key]) for key in ("path", "dataset") if key in settings}
     return load_sources([DataSourceConfig(kind=kind, **settings)], name="rl.data").samples
 
 
-def message_of(**settings: Any) -> str:
+def message_of(**settings) -> str:
     with pytest.raises(DataError) as caught:
         load(**settings)
     return str(caught.value)
@@ -118,7 +118,7 @@ def test_a_missing_column_is_answered_with_what_there_is(tmp_path, column, probl
 # --- Parquet ------------------------------------------------------------------------------------------------
 
 
-def write_parquet(path: Path, table: Any) -> Path:
+def write_parquet(path: Path, table) -> Path:
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -161,7 +161,7 @@ def test_a_parquet_value_that_python_cannot_hold_spoils_its_own_row_alone(tmp_pa
 
 
 @pytest.fixture
-def hf(tmp_path, monkeypatch) -> Any:
+def hf(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return datasets
@@ -206,7 +206,7 @@ def test_formats_that_may_unpickle_are_refused_unread(tmp_path, hf):
 # --- rows that are made -------------------------------------------------------------------------------------
 
 
-def gym(*datasets: Any, **changes: Any) -> dict[str, Any]:
+def gym(*datasets, **changes) -> dict[str, Any]:
     composite = {"dataset": "composite", "seed": 3, "params": {"datasets": list(datasets)}}
     return {"kind": "reasoning_gym", "size": 30, **composite, **changes}
 
@@ -259,7 +259,7 @@ def breaks(size, seed):
 def test_a_function_may_give_a_generator_without_end_or_a_dataset(tmp_path):
     (tmp_path / "makers.py").write_text(MAKERS)
 
-    def make(function: str, **changes) -> dict[str, Any]:
+    def make(function, **changes):
         return {"kind": "python", "function": f"{tmp_path}/makers.py:{function}", "size": 3, **changes}
 
     assert prompts(load(**make("forever", seed=7, params={"start": 2}))) == ["7: 2", "7: 3", "7: 4"]
@@ -310,7 +310,7 @@ a        | [1, 3]
 c 1 d    | [0, 1, 2]    | inside a longer conversation
 d        | [0, 1, 2, 3] | asked alone, it is another question
 """)
-def test_rows_that_train_on_a_held_out_prompt_leave(held_out: str, kept: Any):
+def test_rows_that_train_on_a_held_out_prompt_leave(held_out, kept: Any):
     rows = [
         {"prompt": "a", "answer": "1"},
         {"prompt": "b"},

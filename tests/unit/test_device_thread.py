@@ -19,7 +19,7 @@ open_device = partial(open_device_thread, name="device")
 class Gate:
     """A job that runs until it is let go."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.started = threading.Event()
         self.let_go = threading.Event()
         self.ended = False
@@ -30,7 +30,7 @@ class Gate:
         self.ended = True
         return "through"
 
-    async def wait_started(self) -> None:
+    async def wait_started(self):
         assert await trio.to_thread.run_sync(self.started.wait, SOON)
 
 
@@ -56,25 +56,10 @@ async def test_a_failure_reaches_every_waiter_and_is_then_not_raised_again_on_le
         for _ in range(3):
             with pytest.raises(ValueError, match="bad") as caught:
                 await future
-        depth, frame = 0, caught.value.__traceback__
-        while frame is not None:
-            depth, frame = depth + 1, frame.tb_next
-        assert depth == 5, (
+        assert len(caught.traceback) == 5, (
             "here, result(), the thread's loop, the lambda and fail(): the traceback must not grow with every"
             " waiter"
         )
-
-
-async def test_cancelling_a_waiter_does_not_cancel_the_job():
-    gate = Gate()
-    async with open_device() as device:
-        future = device.submit(gate)
-        await gate.wait_started()
-        with trio.move_on_after(0) as scope:
-            await future
-        assert scope.cancelled_caught
-        gate.let_go.set()
-        assert await future == "through"
 
 
 async def test_several_unheard_failures_are_raised_as_a_group():
@@ -137,7 +122,7 @@ async def test_torch_uses_the_number_of_threads_that_was_asked_for():
 async def test_an_interrupt_ends_the_running_job_at_its_next_boundary_and_those_queued_before_it_alone():
     gate, log = Gate(), []
 
-    def pieces(name: str) -> str:
+    def pieces(name):
         for piece in range(3):
             device.check_open()
             log.append((name, piece))

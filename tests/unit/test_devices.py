@@ -4,7 +4,6 @@ backend is opened there.
 
 import re
 import socket
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ cuda | no  | 2 | 13.0 | ranks=3 with model\.device=.*finds 2; use at most 2, .*m
 auto | no  | 2 | 13.0 | ranks=3 with model\.device=.*finds 2; use at most 2, .*model\.device='cpu'
 """)
 def test_a_gpu_is_taken_where_there_is_one_or_refused_with_the_reason_and_the_way_out(
-    monkeypatch, wanted: str, deterministic: bool, gpus: int, cuda: str, outcome: str
+    monkeypatch, wanted, deterministic: bool, gpus: int, cuda, outcome
 ):
     have_gpus(monkeypatch, gpus)
     monkeypatch.setattr(torch.version, "cuda", cuda or None)
@@ -87,14 +86,14 @@ NONE = r"rank 1 on \S+: model\.device='cuda', but torch finds no GPU"
     [([lambda: "cuda", lambda: "cpu"], UNLIKE), ([lambda: "cpu", choose_and_fail], NONE)],
 )
 async def test_ranks_that_cannot_compute_alike_refuse_with_the_same_words_before_there_is_a_process_group(
-    choices: list[Any], message: str, monkeypatch
+    choices, message, monkeypatch
 ):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
     said = []
 
-    def meet(rank: int):
+    def meet(rank):
         launch = Launch(rank, 2, rank, 2, "127.0.0.1", 0)
         with pytest.raises(ConfigError) as caught:
             connect(launch, 0, choices[rank])

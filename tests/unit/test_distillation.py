@@ -1,6 +1,4 @@
-"""Divergences between a teacher and a student. Fixture: p = [.5, .3, .2] (student), q = [.4, .4, .2]
-(teacher).
-"""
+"""Divergences between a teacher and a student."""
 
 import numpy as np
 import pytest
@@ -14,12 +12,7 @@ from rollouts.losses.distillation import compute_divergence, compute_linear_dive
 from rollouts.types import metric_values
 from tests.support.text_tables import cases
 
-P, Q = [0.5, 0.3, 0.2], [0.4, 0.4, 0.2]
 NAN, INF = float("nan"), float("inf")
-
-
-def logs(values: list[float]) -> Tensor:
-    return torch.tensor([values], dtype=torch.float64).log()
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -41,16 +34,6 @@ def slow_divergence(student: Tensor, teacher: Tensor, beta: float) -> np.ndarray
 
 
 # --- divergences --------------------------------------------------------------------------------------------
-
-
-@cases("""
-beta | expected
-1.0  | 0.025267154
-0.0  | 0.025815
-0.5  | 0.006367
-""")
-def test_divergences_match_the_numbers_worked_by_hand(beta: float, expected: float):
-    assert float(compute_divergence(logs(P), logs(Q), beta=beta)) == pytest.approx(expected, abs=5e-7)
 
 
 @cases("temperature: 0.5 1.0 3.0")
@@ -75,7 +58,7 @@ def test_a_token_that_only_one_gives_probability_zero_makes_one_direction_infini
     assert float(compute_divergence(student, teacher, beta=beta)) == pytest.approx(expected)
 
 
-def test_tiles_and_heads_give_the_same_values_and_gradients(monkeypatch: pytest.MonkeyPatch):
+def test_tiles_and_heads_give_the_same_values_and_gradients(monkeypatch):
     hidden, weight = draw(11, 4).requires_grad_(), draw(9, 4, seed=1).requires_grad_()
     teacher, teacher_weight = draw(11, 6, seed=2).requires_grad_(), draw(9, 6, seed=3)
     options = {"beta": 0.3, "temperature": 0.7}
@@ -94,7 +77,7 @@ def test_tiles_and_heads_give_the_same_values_and_gradients(monkeypatch: pytest.
 # --- the loss -----------------------------------------------------------------------------------------------
 
 
-def test_gkd_sums_over_the_mask_in_each_unit_and_no_garbage_leaks(monkeypatch: pytest.MonkeyPatch):
+def test_gkd_sums_over_the_mask_in_each_unit_and_no_garbage_leaks(monkeypatch):
     monkeypatch.setattr(distillation, "DIVERGENCE_TILE", 7)
     student, teacher = draw(3, 4, 5), draw(3, 4, 5, seed=1)
     mask = torch.tensor([[True, False, True, True], [False, True, False, False], [False] * 4])
@@ -117,11 +100,11 @@ def test_gkd_sums_over_the_mask_in_each_unit_and_no_garbage_leaks(monkeypatch: p
 
 def test_bad_parameters_and_shapes_are_named():
     with pytest.raises(ConfigError, match=r"beta=1\.5 is outside its range"):
-        compute_divergence(logs(P), logs(Q), beta=1.5)
+        compute_divergence(draw(1, 3), draw(1, 3), beta=1.5)
     with pytest.raises(ConfigError, match=r"temperature=0\.0 is outside its range"):
-        compute_divergence(logs(P), logs(Q), temperature=0.0)
+        compute_divergence(draw(1, 3), draw(1, 3), temperature=0.0)
     with pytest.raises(ValueError, match=r"\(1, 3\), teacher_logits \(1, 2\)"):
-        compute_divergence(logs(P), logs([0.5, 0.5]))
+        compute_divergence(draw(1, 3), draw(1, 2))
     with pytest.raises(ValueError, match="the heads have 4 and 5 rows"):
         compute_linear_divergence(draw(2, 3), draw(4, 3), draw(2, 3), draw(5, 3))
     with pytest.raises(ValueError, match=r"those of the mask, \(2, 2\)"):

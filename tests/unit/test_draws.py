@@ -1,7 +1,5 @@
 """Sampling from logits, against slow numpy versions."""
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -12,7 +10,7 @@ from tests.support.text_tables import cases
 MASK = 2**64 - 1
 
 
-def make_draws(rows: int, **settings: Any) -> np.ndarray:
+def make_draws(rows: int, **settings) -> np.ndarray:
     requests = (make_request(f"row{row}", **settings) for row in range(rows))
     return np.array([make_draw(0, request) for request in requests], DRAW_DTYPE)
 

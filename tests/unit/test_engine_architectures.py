@@ -3,9 +3,7 @@ positions.
 """
 
 import copy
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the last resort only."""
 
     class Refused:
-        def __init__(self, *args: object, **kwargs: object) -> None:
+        def __init__(self, *args, **kwargs):
             raise ModelError("refused by the test")
 
     monkeypatch.setattr("rollouts.models.decoding.batch.CachedDecoder", Refused)
@@ -39,7 +37,7 @@ def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", TINY)
-async def test_log_probs_are_the_models_own_on_each_tiny_family(kind: str):
+async def test_log_probs_are_the_models_own_on_each_tiny_family(kind):
     model = load_tiny(kind)
     async with open_engine(model, max_rows=5) as engine:
         assert engine.path == TINY[kind]
@@ -57,7 +55,7 @@ GPT2     |
 Bloom    | n_layer = 2, n_head = 4
 GptOss   | head_dim = 8, num_local_experts = 4, sliding_window = 6
 """)
-async def test_log_probs_are_the_models_own_with_its_cache(kind: str, changes: dict):
+async def test_log_probs_are_the_models_own_with_its_cache(kind, changes: dict):
     """GPT2 has absolute positions, Bloom knows them by the mask only."""
     model = make_model(kind, **changes).train()  # its dropout is the trainer's affair
     async with open_engine(model, max_rows=5) as engine:
@@ -66,9 +64,7 @@ async def test_log_probs_are_the_models_own_with_its_cache(kind: str, changes: d
 
 
 @cases("kind: gemma mamba moe")
-async def test_log_probs_are_the_models_own_when_everything_is_recomputed(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-):
+async def test_log_probs_are_the_models_own_when_everything_is_recomputed(kind, monkeypatch):
     without_cache(monkeypatch)
     model = load_tiny(kind)
     async with open_engine(model, max_rows=5) as engine:
@@ -80,7 +76,7 @@ async def test_log_probs_are_the_models_own_when_everything_is_recomputed(
 
 
 @cases("kind: llama gemma mamba moe")
-async def test_deterministic_runs_give_the_same_bits_and_neighbours_change_no_token(kind: str):
+async def test_deterministic_runs_give_the_same_bits_and_neighbours_change_no_token(kind):
     """In any order of submission, and whatever was generated before."""
     results: list[dict[str, Completion]] = []
     for order, max_rows in ((1, 4), (-1, 4), (1, 1)):
@@ -98,12 +94,12 @@ async def test_deterministic_runs_give_the_same_bits_and_neighbours_change_no_to
 # --- the choice ---------------------------------------------------------------------------------------------
 
 
-def test_a_cache_that_is_wrong_beyond_the_window_only_is_not_used(monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_is_wrong_beyond_the_window_only_is_not_used(monkeypatch):
     model = make_model("Mistral", sliding_window=40)
     assert open_decoder(model, max_context=160).path == "cached"
     plain = decoder._set_width
 
-    def forget_one(cache: Any, width: int) -> None:
+    def forget_one(cache, width):
         plain(cache, width)
         for layer in cache.layers if width > 40 else ():
             layer.keys[..., 0, :] = layer.keys[..., -1, :]
@@ -121,7 +117,7 @@ dynamic  | 160
 longrope | 80
 """)
 def test_frequencies_that_change_within_the_context_are_refused_with_the_length_that_the_model_goes_by(
-    kind: str, limit: int
+    kind, limit: int
 ):
     """A dynamic one goes by the context, whatever its original length says."""
     rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 80}
@@ -161,9 +157,9 @@ async def test_a_model_without_a_limit_gets_the_default_context_and_may_have_a_l
 @pytest.mark.parametrize("way", ["cached gemma", "cached mamba", "recomputed mamba"])
 @pytest.mark.parametrize("check", engine_contracts.CHECKS)
 async def test_engines_with_the_models_own_forward_keep_the_contract(
-    check: Callable[[Any], Awaitable[None]],
-    way: str,
-    monkeypatch: pytest.MonkeyPatch,
+    check,
+    way,
+    monkeypatch,
 ):
     how, kind = way.split()
     if how == "recomputed":
@@ -174,7 +170,7 @@ async def test_engines_with_the_models_own_forward_keep_the_contract(
 
 
 @pytest.mark.parametrize("kind", TINY)
-async def test_engines_update_in_memory_and_generate_with_the_new_weights(kind: str):
+async def test_engines_update_in_memory_and_generate_with_the_new_weights(kind):
     folder = resolve_model(f"tiny:{kind}", seed=1)
     newer = load_hf_model(folder)
     weights = list(newer.state_dict().items())

@@ -29,12 +29,12 @@ kind = "vllm", urls = ["http://a"], count = 2    | count is for servers that thi
 kind = "vllm", urls = ["http://a", "http://a"]   | 'http://a' is named twice; leave one out
 kind = "sglang", urls = ["127.0.0.1:30000"]      | String should match pattern .*https
 """)
-def test_settings_that_contradict_each_other_are_refused(settings: dict, rule: str):
+def test_settings_that_contradict_each_other_are_refused(settings: dict, rule):
     with pytest.raises(ValueError, match=rule):
         EngineConfig(**settings)
 
 
-def test_a_missing_environment_is_refused_with_the_command_that_makes_it(elsewhere: Path):
+def test_a_missing_environment_is_refused_with_the_command_that_makes_it(elsewhere):
     with pytest.raises(
         ConfigError, match=r"\.venv-sglang/bin/python does not exist.*rollouts engines install-sglang-cpu"
     ):
@@ -43,7 +43,7 @@ def test_a_missing_environment_is_refused_with_the_command_that_makes_it(elsewhe
         check_engine_config(EngineConfig(kind="vllm", python="nowhere"))
 
 
-def test_an_environment_beside_the_run_is_found_and_a_named_one_comes_first(elsewhere: Path):
+def test_an_environment_beside_the_run_is_found_and_a_named_one_comes_first(elsewhere):
     beside = elsewhere / ".venv-vllm" / "bin" / "python"
     beside.parent.mkdir(parents=True)
     beside.symlink_to(sys.executable)
@@ -60,7 +60,7 @@ float32  | auto    | null
          | auto    | null
 bfloat16 | float32 | "float32"
 """)
-def test_weights_are_written_as_the_servers_compute(tmp_path, stored: str, setting: str, served: Any):
+def test_weights_are_written_as_the_servers_compute(tmp_path, stored, setting, served: Any):
     (tmp_path / "config.json").write_text(json.dumps({"dtype": stored} if stored else {}))
     assert find_served_dtype(EngineConfig(kind="vllm", args=["--dtype", setting]), tmp_path) == served
 

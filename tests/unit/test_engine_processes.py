@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import pytest
@@ -29,9 +29,7 @@ FAKE = Path(__file__).with_name("fake_inference_server.py")
 Kind = Literal["vllm", "sglang"]
 
 
-def fake_command(
-    folder: Path, kind: Kind = "vllm", args: str = "--device cpu", **behaviour: Any
-) -> EngineCommand:
+def fake_command(folder: Path, kind: Kind = "vllm", args: str = "--device cpu", **behaviour) -> EngineCommand:
     """The fake server, which writes the ids of its processes into folder/pids."""
     python = folder / "python"
     told = shlex.quote(json.dumps(behaviour | {"pids": str(folder / "pids")}))
@@ -66,7 +64,7 @@ async def check_not_started(command: EngineCommand, message: str, count: int = 1
 
 
 @cases("kind: vllm sglang")
-async def test_servers_are_waited_for_and_have_a_port_a_log_and_a_secret_key_each(tmp_path, kind: Kind):
+async def test_servers_are_waited_for_and_have_a_port_a_log_and_a_secret_key_each(tmp_path, kind):
     command = fake_command(tmp_path, kind, not_ready=2)
     async with open_engine_processes(command, count=2, log_dir=tmp_path / "logs") as processes:
         assert len({process.url for process in processes}) == 2
@@ -92,7 +90,7 @@ die | (?s)vllm-0 \(pid \d+\) ended with exit code 3; .*vllm-0\.log(?!.*line 20\n
 open | another server answers
 """)
 async def test_a_server_that_does_not_start_is_an_error_that_says_why_and_leaves_nothing(
-    tmp_path, behaviour: str, message: str
+    tmp_path, behaviour, message
 ):
     """Of its log 20 lines are shown: 19 of the 40 that it counted, and the error."""
     command = fake_command(tmp_path, **{behaviour: 3})
@@ -100,7 +98,7 @@ async def test_a_server_that_does_not_start_is_an_error_that_says_why_and_leaves
 
 
 async def test_a_server_that_is_never_ready_is_an_error_after_start_s(tmp_path, monkeypatch):
-    async def ask_once_it_runs(*_: str) -> str:
+    async def ask_once_it_runs(*_):
         await wait_said_hello(tmp_path)
         return "starting"
 
@@ -176,7 +174,7 @@ kind   | args
 vllm   | --device cpu --seed 3
 sglang | --device=cpu --max_total_tokens=99
 """)
-def test_a_server_gets_what_training_needs_and_then_the_users_flags(kind: Kind, args: str):
+def test_a_server_gets_what_training_needs_and_then_the_users_flags(kind, args):
     command = EngineCommand(kind, Path("/v/python"), Path("/m"), tuple(args.split()))
     assert make_arguments(command, port=8101, key_file=Path("k.yaml")) == tuple(WORDS[kind].split())
 
@@ -194,7 +192,7 @@ sglang | --config x.yaml | --config x.yaml
 sglang | --model other | --model other
 sglang | --port 80 | --port 80
 """)
-def test_a_flag_that_contradicts_training_is_named(tmp_path, kind: Kind, args: str, named: str):
+def test_a_flag_that_contradicts_training_is_named(tmp_path, kind, args, named):
     with pytest.raises(ConfigError, match=r"engine\.args") as raised:
         check_command(fake_command(tmp_path, kind, args))
     assert named in str(raised.value)

@@ -91,7 +91,7 @@ SGLANG_ANSWER = """{"output_ids": [5], "meta_info": {"id": "ID", "finish_reason"
 "weight_versions": [{"version": "default", "start": 0, "end": 1}]}}"""
 
 
-async def refuse(server: FaultServer, kind: type[Exception], named: str | None = None, **options: Any) -> str:
+async def refuse(server: FaultServer, kind: type[Exception], named: str | None = None, **options) -> str:
     """What is said when no engine is opened for it."""
     with pytest.raises(kind, match=named) as raised:
         async with server.open_engine(**options):
@@ -134,7 +134,7 @@ async def test_a_setting_that_would_falsify_training_is_refused_by_its_flag(dial
 async def test_log_probs_at_another_temperature_are_refused():
     async with open_fake_server("sglang", vocab_size=300) as server:
 
-        def answer(body) -> bytes:
+        def answer(body):
             assert body["sampling_params"]["temperature"] == 1e-3
             return SGLANG_ANSWER.replace("ID", body["rid"]).encode()
 

@@ -76,7 +76,7 @@ async def test_one_503_fails_no_update_if_the_call_is_safe_to_repeat(
     async with open_both(dialect) as (server, engine):
         respond = server.respond
 
-        async def busy_at_first(target: str, *request) -> Reply | None:
+        async def busy_at_first(target, *request):
             if (asked := target.partition("?")[0]) in left:
                 left.remove(asked)
                 return Reply(status=503)

@@ -45,7 +45,7 @@ def make_sync() -> WeightSync:
     return WeightSync(make_probe(64, tolerance=1e-3))
 
 
-async def train_to(backend: Any, version: int, *, seed: int) -> None:
+async def train_to(backend, version: int, *, seed: int) -> None:
     await train(backend, make_batch(seed))
     await backend.set_weight_version(version).result()
 

@@ -3,9 +3,7 @@ what was streamed, and little is held meanwhile. tests.distributed has real rank
 """
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,11 +30,11 @@ from tests.support.text_tables import cases
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def parameters(model: Any) -> list[tuple[str, Tensor]]:
+def parameters(model) -> list[tuple[str, Tensor]]:
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
-def write_part(model: Any, path: Path, rank: int, ranks: int, of: int) -> int:
+def write_part(model, path: Path, rank: int, ranks: int, of: int) -> int:
     """How many files this rank has written, of the part of rank `of`."""
     writer = open_part(path, deal_weights(model, rank, ranks).names, rank)
     for weight in deal_weights(model, rank, ranks).parameters[of]:
@@ -45,7 +43,7 @@ def write_part(model: Any, path: Path, rank: int, ranks: int, of: int) -> int:
     return len(writer.shards)
 
 
-def write_parts(model: Any, path: Path, ranks: int) -> list[int]:
+def write_parts(model, path: Path, ranks: int) -> list[int]:
     """The number of files of each of so many ranks, which write one after the other."""
     path.mkdir(exist_ok=True)
     write_description(model, path)
@@ -63,7 +61,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 @cases("ranks: 0 1 3")
 @pytest.mark.parametrize("kind", MODELS)
-def test_what_is_written_is_what_transformers_writes_and_loads(kind: str, ranks: int, tmp_path: Path):
+def test_what_is_written_is_what_transformers_writes_and_loads(kind, ranks: int, tmp_path):
     """0 ranks: a stream in small shards."""
     model, path = load_tiny(kind), tmp_path / "ours"
     if ranks:
@@ -84,7 +82,7 @@ def test_what_is_written_is_what_transformers_writes_and_loads(kind: str, ranks:
     assert_weights_equal(dict(parameters(loaded)), dict(parameters(model)))
 
 
-def test_a_streamed_directory_has_the_tokenizer_and_the_dtype_that_was_asked_for(tmp_path: Path):
+def test_a_streamed_directory_has_the_tokenizer_and_the_dtype_that_was_asked_for(tmp_path):
     path, out = resolve_model("tiny:llama"), tmp_path / "out"
     model, tokenizer = load_hf_model(path), load_tokenizer(path)
     save_hf_model(model, out, tokenizer, dtype=torch.bfloat16)
@@ -93,7 +91,7 @@ def test_a_streamed_directory_has_the_tokenizer_and_the_dtype_that_was_asked_for
     assert load_tokenizer(out).encode("a b") == tokenizer.encode("a b")
 
 
-def test_a_file_holds_tensors_of_every_dtype_and_size(tmp_path: Path):
+def test_a_file_holds_tensors_of_every_dtype_and_size(tmp_path):
     odd, empty, one = torch.arange(3, dtype=torch.uint8), torch.zeros(0, 4), torch.tensor(7).bfloat16()
     tensors = {"odd": odd, "empty": empty, "one": one, 'a " and é': torch.arange(6.0).view(2, 3).T}
     write_safetensors(tmp_path / "a.safetensors", tensors)
@@ -102,7 +100,7 @@ def test_a_file_holds_tensors_of_every_dtype_and_size(tmp_path: Path):
         write_safetensors(tmp_path / "b.safetensors", {"complex": torch.zeros(1, dtype=torch.complex64)})
 
 
-def test_weights_that_are_joined_in_files_wait_for_each_other(tmp_path: Path):
+def test_weights_that_are_joined_in_files_wait_for_each_other(tmp_path):
     from transformers.core_model_loading import Chunk, WeightConverter
 
     model = load_tiny("llama")
@@ -129,7 +127,7 @@ def test_no_rank_has_more_than_an_equal_share_and_the_largest_weight():
     assert sorted(name for part in dealt[0] for name in part) == sorted(sizes)
 
 
-def test_ranks_without_a_weight_write_nothing_and_old_files_go(tmp_path: Path):
+def test_ranks_without_a_weight_write_nothing_and_old_files_go(tmp_path):
     model = load_tiny("llama")
     (tmp_path / "model-of-rank-0-00001.safetensors").write_text("left by a write that failed")
     many = len(parameters(model)) + 2
@@ -142,11 +140,11 @@ def test_ranks_without_a_weight_write_nothing_and_old_files_go(tmp_path: Path):
         assert torch.equal(load_hf_model(tmp_path).get_parameter(EMBEDDING), model.get_parameter(EMBEDDING))
 
 
-def test_a_weight_that_never_came_came_twice_or_is_anothers_is_named(tmp_path: Path):
+def test_a_weight_that_never_came_came_twice_or_is_anothers_is_named(tmp_path):
     model = load_tiny("qwen3")
     *most, last = parameters(model)
 
-    def refused(message: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def refused(message, weights):
         with pytest.raises(ModelError, match=message):
             save_hf_model(model, tmp_path, weights=weights)
 
@@ -156,7 +154,7 @@ def test_a_weight_that_never_came_came_twice_or_is_anothers_is_named(tmp_path: P
         write_part(model, tmp_path, 1, 2, of=0)
 
 
-def test_files_of_ranks_that_are_cut_or_are_not_to_be_seen_get_no_names(tmp_path: Path):
+def test_files_of_ranks_that_are_cut_or_are_not_to_be_seen_get_no_names(tmp_path):
     write_parts(load_tiny("llama"), tmp_path, 2)
     with pytest.raises(FileNotFoundError, match="model-of-rank-1-00002"):
         name_parts(tmp_path, [1, 2])
@@ -167,7 +165,7 @@ def test_files_of_ranks_that_are_cut_or_are_not_to_be_seen_get_no_names(tmp_path
     assert not (tmp_path / "model.safetensors.index.json").exists()
 
 
-def test_weights_that_do_not_fit_are_named(tmp_path: Path):
+def test_weights_that_do_not_fit_are_named(tmp_path):
     model = load_tiny("llama")
     save_hf_model(model, tmp_path)
     file = tmp_path / "model.safetensors"

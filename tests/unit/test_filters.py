@@ -99,7 +99,7 @@ check_min            |           | 1    | 'check_min' is not one of check_reward
 check_min_reward     | min=1     | 1    | no parameter 'min'; it takes min_reward
 check_min_reward     | group=1   | 1    | no parameter 'group'
 """)
-def test_what_cannot_be_judged_is_named(name: str, thresholds: dict, rewards: list[float], message: str):
+def test_what_cannot_be_judged_is_named(name, thresholds: dict, rewards: list[float], message):
     group = make_group(rewards)
     if not rewards:
         group = replace(group, samples=(Sample(id="s", prompt="q"),))

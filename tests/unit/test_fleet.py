@@ -22,7 +22,7 @@ from rollouts.errors import (
 )
 from rollouts.testing import engine_contracts
 from rollouts.testing.fakes import ScriptedEngine
-from rollouts.types import Completion, GenerateRequest
+from rollouts.types import Completion
 from tests.support.text_tables import cases
 from tests.unit.fleet_engines import (
     GARBAGE,
@@ -164,7 +164,7 @@ async def test_an_engine_that_fails_every_request_at_once_draws_no_others_and_di
 
 
 async def test_one_broken_moment_of_many_requests_is_one_failure(autojump_clock):
-    async def break_at_5(engine: FakeEngine, request: GenerateRequest):
+    async def break_at_5(engine, request):
         if trio.current_time() < 5:
             await trio.sleep_until(5)
             raise UNREACHABLE
@@ -261,7 +261,7 @@ async def test_abort_all_does_not_wait_for_an_update(autojump_clock):
 async def test_leaving_the_fleet_ends_everyones_wait(autojump_clock):
     a = FakeEngine("a", hang)
 
-    async def ask_until_closed(name: str):
+    async def ask_until_closed(name):
         with pytest.raises(EngineClosed):
             await fleet.generate(ask(name))
 

@@ -9,7 +9,7 @@ import trio.testing
 
 from rollouts.engines.fleet_members import Member
 from rollouts.errors import EngineError, EngineUnreachable, FleetDown, InfrastructureError
-from rollouts.types import Completion, GenerateRequest
+from rollouts.types import Completion
 from tests.support.text_tables import cases
 from tests.unit.fleet_engines import (
     GARBAGE,
@@ -79,7 +79,7 @@ async def test_a_process_that_runs_but_answers_garbage_is_restarted_once(autojum
 async def test_a_request_under_which_engine_after_engine_dies_is_given_up(autojump_clock, monkeypatch):
     monkeypatch.setattr("rollouts.engines.fleet.MAX_ATTEMPTS", 3)
 
-    async def kill(engine: FakeEngine, request: GenerateRequest):
+    async def kill(engine, request):
         engine.exited.set()
         await trio.sleep_forever()
 
@@ -197,7 +197,7 @@ async def test_ten_thousand_cancellations_leave_nothing(autojump_clock, monkeypa
     monkeypatch.setattr("rollouts.engines.fleet_members.IN_A_ROW", 10**9)
     draws = random.Random(3)
 
-    async def sometimes(engine: FakeEngine, request: GenerateRequest):
+    async def sometimes(engine, request):
         await trio.sleep(draws.random())
         if draws.random() < 0.05:
             raise UNREACHABLE
@@ -206,7 +206,7 @@ async def test_ten_thousand_cancellations_leave_nothing(autojump_clock, monkeypa
     answered = 0
     async with fleet_of(*engines, max_concurrency=64) as fleet:
 
-        async def one(name: str):
+        async def one(name):
             nonlocal answered
             with trio.move_on_after(draws.random() * 4):
                 await fleet.generate(ask(name, affinity=name[-1]))

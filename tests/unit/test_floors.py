@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = """messages metric_kinds
@@ -34,28 +35,20 @@ TORCH = "torch transformers accelerate safetensors.torch torchao"  # importing o
 BANNED = "asyncio pickle cloudpickle dill marshal"
 
 
-class Import(NamedTuple):
-    """One import statement's target."""
-
-    target: str  # dotted, absolute
-    at_top: bool  # runs when the module is imported, not inside a function
-
-
-def find_imports(node: ast.AST, *, at_top: bool = True) -> Iterator[Import]:
+def find_imports(node: ast.AST) -> Iterator[str]:
     """Every import below `node` but those under TYPE_CHECKING. `from a import b` gives both a and a.b, for b
     may be a module.
     """
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return
     if isinstance(node, ast.Import):
-        yield from (Import(alias.name, at_top) for alias in node.names)
+        yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         assert node.module and not node.level, "imports are absolute"
-        yield Import(node.module, at_top)
-        yield from (Import(f"{node.module}.{alias.name}", at_top) for alias in node.names)
-    inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
     for child in ast.iter_child_nodes(node):
-        yield from find_imports(child, at_top=at_top and not inside)
+        yield from find_imports(child)
 
 
 MODULES = {
@@ -65,14 +58,13 @@ MODULES = {
 
 
 @cache
-def imports_of(module: str) -> list[Import]:
-    return list(find_imports(ast.parse(MODULES[module].read_text())))
-
-
-@cache
 def find_pairs() -> list[tuple[str, str]]:
     """Every module with each that it imports."""
-    return [(module, one.target) for module in MODULES for one in imports_of(module)]
+    return [
+        (module, target)
+        for module, path in MODULES.items()
+        for target in find_imports(ast.parse(path.read_text()))
+    ]
 
 
 def room_of(module: str) -> str:
@@ -80,34 +72,13 @@ def room_of(module: str) -> str:
     return module.partition(".")[2].partition(".")[0]
 
 
-def is_in(module: str, names: str, prefix: str = "") -> bool:
+def is_in(module: str, names: str) -> bool:
     """Whether the module is one of the names, or inside one."""
-    return any(f"{module}.".startswith(f"{prefix}{name}.") for name in names.split())
+    return any(f"{module}.".startswith(f"{name}.") for name in names.split())
 
 
-@cache
-def loaded_by(module: str) -> set[str]:
-    """Everything that importing a module of rollouts imports, transitively, at top level."""
-    seen: set[str] = set()
-    waiting = [module]
-    while waiting:
-        name = waiting.pop()
-        if name not in seen and name in MODULES:
-            parents = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
-            waiting += [*parents, *(found.target for found in imports_of(name) if found.at_top)]
-        seen.add(name)
-    return seen
-
-
-def find_loading(packages: str, allowed: str) -> list[str]:
-    """Modules outside `allowed` that load one of the packages when imported, or in a function."""
-    return [
-        f"{module}: {target}"
-        for module in MODULES
-        if not is_in(module, allowed, "rollouts.")
-        for target in loaded_by(module) | {found.target for found in imports_of(module)}
-        if is_in(target, packages)
-    ]
+TORCHLESS = [module for module in MODULES if not is_in(module.partition(".")[2], LOADS_TORCH)]
+TRIOLESS = [module for module in MODULES if is_in(module.partition(".")[2], NEVER_TRIO)]
 
 
 def test_every_module_stands_on_a_floor():
@@ -116,7 +87,7 @@ def test_every_module_stands_on_a_floor():
 
 
 def test_no_file_imports_sideways_or_up():
-    def is_above(module: str, target: str) -> bool:
+    def is_above(module, target):
         room, other = room_of(module), room_of(target)
         if target.partition(".")[0] == "integration_training":
             return True
@@ -131,32 +102,25 @@ def test_no_two_files_import_each_other():
     assert {pair for pair in pairs if pair[0] != pair[1] and pair[::-1] in pairs} == set()
 
 
-def test_torch_loads_only_through_the_listed_modules():
-    assert find_loading(TORCH, LOADS_TORCH) == []
+@pytest.mark.parametrize(
+    ("modules", "packages"), [(TORCHLESS, TORCH), (TRIOLESS, "trio trio_parallel"), (MODULES, BANNED)]
+)
+def test_no_module_imports_what_it_is_not_listed_for(modules, packages):
+    """Not in a function either."""
+    assert [pair for pair in find_pairs() if pair[0] in modules and is_in(pair[1], packages)] == []
 
 
-def test_pure_modules_never_load_trio():
-    others = " ".join(name.partition(".")[2] for name in MODULES if not is_in(name, NEVER_TRIO, "rollouts."))
-    assert find_loading("trio trio_parallel", others) == []
-
-
-def test_asyncio_and_pickle_are_imported_nowhere():
-    assert [pair for pair in find_pairs() if is_in(pair[1], BANNED)] == []
-
-
-def test_light_modules_really_leave_torch_unloaded():
-    """In a fresh interpreter: first what must not load trio, then what must not load torch."""
-    light = [module for module in MODULES if not is_in(module, f"{LOADS_TORCH} __main__", "rollouts.")]
-    pure = [module for module in light if is_in(module, NEVER_TRIO, "rollouts.")]
-    assert {"rollouts", "rollouts.loops.rl", "rollouts.loops.sft", "rollouts.generation"} <= set(light)
+@pytest.mark.parametrize(
+    ("modules", "packages"), [(TORCHLESS, ["torch", "transformers"]), (TRIOLESS, ["trio"])]
+)
+def test_what_light_modules_import_loads_no_heavy_package(modules, packages):
+    """In a fresh interpreter: whatever they import imports."""
+    assert {"rollouts", "rollouts.loops.rl", "rollouts.loops.sft", "rollouts.generation"} <= {*TORCHLESS}
     script = f"""
 import importlib, sys
-for name in {pure!r}:
+for name in {modules!r}:
     importlib.import_module(name)
-assert 'trio' not in sys.modules, 'trio'
-for name in {light!r}:
-    importlib.import_module(name)
-    heavy = [package for package in ('torch', 'transformers') if package in sys.modules]
+    heavy = [package for package in {packages!r} if package in sys.modules]
     assert not heavy, (name, heavy)
 """
     command = [sys.executable, "-c", script]

@@ -1,7 +1,5 @@
 """Futures that are done from the start, and groups of futures: order and failures."""
 
-from typing import Any
-
 import pytest
 import trio
 
@@ -13,7 +11,7 @@ from rollouts.testing.fakes import FakeFuture
 def make_group(*done_at: float, failing: int = 9) -> FutureGroup[int]:
     """Futures whose values are their places; those from `failing` on fail with theirs."""
 
-    def fake(place: int, time: float) -> Any:
+    def fake(place, time):
         failure = BackendError(f"{place}") if place >= failing else None
         return FakeFuture(place, failure, time, lambda: None, False)
 

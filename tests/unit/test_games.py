@@ -17,13 +17,13 @@ ROW = {"prompt": "Reach G.", "prompt_id": "row-1", "epoch": 0}
 MOVES = ["left", "down", "right", "up"]  # of which index() raises ValueError
 
 
-def say(game: Any, text: str) -> Any:
+def say(game, text: str) -> Any:
     """What a game answers: text, or its text, the reward, whether it is over, and metadata."""
     seen = game.step(Turn(message={"role": "assistant", "content": text}, text=f"<think>…{text}"))
     return seen if isinstance(seen, str) else (seen.messages, seen.reward, seen.done, seen.metadata)
 
 
-def open_toy(env_id: str, **options: Any) -> Any:
+def open_toy(env_id: str, **options):
     return open_gymnasium(env_id, **{"render": lambda seen, info, env: f"{seen}", "act": int, **options})
 
 
@@ -49,7 +49,7 @@ def test_the_samples_of_a_group_play_one_game_and_other_rows_another():
 
 
 @cases("env_id: Taxi-v4 CliffWalking-v1 Blackjack-v1 FrozenLake-v1")
-def test_a_stopped_game_goes_on_as_it_would_have(env_id: str):
+def test_a_stopped_game_goes_on_as_it_would_have(env_id):
     opened, said = open_toy(env_id), ["0", "1", "x", "9", "0"]
     stopped, resumed = opened(ROW), opened(ROW)
     stopped.reset()
@@ -83,9 +83,7 @@ AGAIN = ("That is not right. Try again.", None, False, {})
         ("prime_factorization", {}, ["at which its scorer raises", "{answer}"], 0.5),
     ],
 )
-def test_each_wrong_answer_takes_its_share_of_the_reward(
-    dataset: str, options, said: list[str], reward: float
-):
+def test_each_wrong_answer_takes_its_share_of_the_reward(dataset, options, said, reward):
     entry = create_dataset(dataset, size=1, seed=3)[0]
     row = json.loads(json.dumps({**entry, "prompt": entry["question"], "source_dataset": dataset}))
     game = open_reasoning_gym(**options)(row)

@@ -1,7 +1,6 @@
 """The default generate function: a prompt's tokens in, a sample with one value per token out."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ SAMPLING = SamplingParams(max_new_tokens=4, stop_token_ids=(FAKE_END,), seed=5)
 PENDING = Sample(id="g00000000-s000", prompt="hi", group_index=0, metadata={"answer": "x"})
 
 
-async def generate(engine: ScriptedEngine, sample: Sample = PENDING, tokenizer: Any = None) -> Sample:
+async def generate(engine: ScriptedEngine, sample: Sample = PENDING, tokenizer=None) -> Sample:
     chat_generate = make_chat_generate(tokenizer or FakeTokenizer())
     return await chat_generate(sample, engine, SAMPLING)
 
@@ -42,7 +41,7 @@ abc  | length | truncated | 3
 ab   | abort  | aborted   | 2
      | abort  | aborted   | 0
 """)
-async def test_the_status_says_why_it_ended(text: str, finish: str, status: str, length: int):
+async def test_the_status_says_why_it_ended(text, finish, status, length: int):
     sample = await generate(ScriptedEngine(lambda request: ScriptedReply(text, finish=finish)))
     assert (sample.status, sample.response_length) == (status, length)
 

@@ -11,7 +11,6 @@ import trio
 from rollouts.errors import EngineClosed, FleetDown, UserFunctionError
 from rollouts.generation.continuing import MAX_STARTS
 from rollouts.testing.fakes import ScriptedReply
-from rollouts.types import GenerateRequest, SampleGroup
 from tests.support.text_tables import cases
 from tests.unit.manager_runs import (
     SAMPLING,
@@ -70,7 +69,7 @@ error
 error in a call
 leaving
 """)
-async def test_whatever_ends_the_block_no_prompt_is_lost(autojump_clock, ends_by: str):
+async def test_whatever_ends_the_block_no_prompt_is_lost(autojump_clock, ends_by):
     run = start(max_staleness=3)
 
     async def fail():
@@ -120,17 +119,17 @@ async def test_a_call_that_is_cancelled_changes_nothing_and_the_next_one_gets_th
 
 @pytest.mark.parametrize("error", [FleetDown("nobody"), EngineClosed("gone"), UserFunctionError("a bug")])
 async def test_what_fails_beside_training_is_raised_by_the_next_call_and_the_one_after_begins_again(
-    autojump_clock, error: Exception
+    autojump_clock, error
 ):
     broken = True
     of_engine = None if isinstance(error, UserFunctionError) else error
 
-    async def broken_filter(group: SampleGroup) -> bool:
+    async def broken_filter(group):
         if broken and group.group_index == 2 and of_engine is None:
             raise ZeroDivisionError("a bug")
         return True
 
-    def script(request: GenerateRequest) -> ScriptedReply:
+    def script(request):
         failing = broken and group_of(request.request_id) > 1
         token_s = 1.0 + 0.01 * group_of(request.request_id)  # groups finish in launch order
         return ScriptedReply("ab", token_s, error=of_engine if failing else None)

@@ -136,7 +136,7 @@ output              | 0.999 | small\.gguf cannot be converted .*cut short
 output blk.1.ffn_up | 1     | lacks model\.layers\.1\.mlp\.up_proj\.weight
 """)
 def test_a_file_that_is_none_or_not_whole_is_named_and_leaves_nothing_behind(
-    content: str, part: float, message: str, tmp_path
+    content, part: float, message, tmp_path
 ):
     file, cache = tmp_path / "small.gguf", tmp_path / "cache"
     with pytest.raises(ModelError, match="is not a directory or file here"):

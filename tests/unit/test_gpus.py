@@ -17,7 +17,7 @@ none | 0/memory_gib=1 0/utilization=0.1 1/memory_gib=3 1/utilization=0.8
 1,0  | 0/memory_gib=3 0/utilization=0.8 1/memory_gib=1 1/utilization=0.1
      |
 """)
-def test_gpus_are_numbered_as_cuda_visible_devices_lists_them(monkeypatch, visible: str, expected: str):
+def test_gpus_are_numbered_as_cuda_visible_devices_lists_them(monkeypatch, visible, expected):
     driver = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlDeviceGetCount=lambda: 2,
@@ -40,7 +40,7 @@ async def test_a_row_has_the_means_since_the_row_before_and_a_driver_that_hangs_
 ):
     shares, looked = [0.2, 0.6, 0.4], trio.Event()
 
-    def look() -> dict[str, float]:  # in a thread
+    def look():  # in a thread
         if not shares:
             trio.from_thread.run_sync(looked.set)
             trio.from_thread.run(trio.sleep_forever)

@@ -96,7 +96,7 @@ def our_loss(case: Case, weights: Tensor) -> tuple[Tensor, LossOutput]:
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_our_losses_are_the_numbers_that_trl_computed(name: str):
+def test_our_losses_are_the_numbers_that_trl_computed(name):
     weights = POLICY.clone().requires_grad_()
     loss, _ = our_loss(CASES[name], weights)
     (gradient,) = torch.autograd.grad(loss, weights)
@@ -128,7 +128,7 @@ def trl(monkeypatch) -> Iterator[Any]:
     torch.set_default_dtype(default)
 
 
-def make_trainer(trl: Any, case: Case, folder: Path) -> Any:
+def make_trainer(trl, case: Case, folder: Path):
     """A trainer that its __init__ has not run on: that wants a model and its tokenizer. It takes most
     settings over under their own names.
     """
@@ -186,9 +186,7 @@ def generate(*, with_log_probs: bool) -> tuple[object, ...]:
     return prompts, COMPLETIONS, None, texts, rows if with_log_probs else None, {}, None, None
 
 
-def trl_loss(
-    trl: Any, case: Case, weights: Tensor, folder: Path
-) -> tuple[Tensor, list[float], dict[str, float]]:
+def trl_loss(trl, case: Case, weights: Tensor, folder: Path) -> tuple[Tensor, list[float], dict[str, float]]:
     """Loss, advantages and metrics: summed over the micro-batches of an optimizer step, as the trainer does
     with their gradients.
     """

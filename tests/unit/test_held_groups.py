@@ -10,7 +10,7 @@ import trio
 
 from rollouts.generation.collector import STOP_S
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
-from rollouts.types import GenerateRequest, Sample
+from rollouts.types import Sample
 from tests.support.text_tables import cases
 from tests.unit.manager_runs import (
     STREAM,
@@ -114,7 +114,7 @@ async def test_a_sample_whose_reward_was_being_computed_is_scored_once_in_the_ne
     begun = []
     scored = []
 
-    async def reward(sample: Sample) -> float:
+    async def reward(sample):
         begun.append(sample.id)
         await trio.sleep(20 if sample.id == FIRST else 0)
         scored.append(sample.id)
@@ -129,7 +129,7 @@ async def test_a_sample_whose_reward_was_being_computed_is_scored_once_in_the_ne
 
 
 async def test_a_generate_function_that_does_not_stop_is_cancelled_and_starts_again(autojump_clock):
-    async def generate(sample: Sample, engine, sampling) -> Sample:
+    async def generate(sample, engine, sampling):
         await trio.sleep(1000 if sample.id == FIRST else 1)
         return await chat_generate(sample, engine, sampling)
 
@@ -179,7 +179,7 @@ async def test_a_restarted_manager_continues_bit_for_bit(
 async def test_in_deterministic_mode_replacements_are_launched_together(by_engine: bool, autojump_clock):
     arrivals = {}
 
-    def script(request: GenerateRequest) -> ScriptedReply:
+    def script(request):
         group = group_of(request.request_id)
         arrivals.setdefault(group, trio.current_time())
         return ScriptedReply("", 1.0 + group)
@@ -202,11 +202,11 @@ async def test_in_deterministic_mode_nothing_is_held():
 
 
 async def test_metrics_of_a_batch_worked_by_hand():
-    async def reward(sample: Sample) -> dict[str, float]:
+    async def reward(sample):
         group, member = sample.group_index, member_of(sample.id)
         return {"right": float(group == 1 and member == 1), "Two Words": float(group == 2)}
 
-    def script(request: GenerateRequest) -> ScriptedReply:
+    def script(request):
         long = request.request_id == "g00000002-s000"
         return ScriptedReply("abcdefghij" if long else "a" * (1 + group_of(request.request_id)))
 

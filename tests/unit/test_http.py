@@ -10,10 +10,10 @@ import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import trio
 import trio.testing
@@ -34,7 +34,7 @@ CHUNKED = OK + b'transfer-encoding: chunked\r\n\r\n7\r\n{"token\r\ne;x=y\r\ns": 
 class Peer:
     """The server's end of one connection; `number`: connections before it."""
 
-    def __init__(self, stream: Any, number: int, log: list[tuple[int, str]]) -> None:
+    def __init__(self, stream, number: int, log: list[tuple[int, str]]):
         self.stream, self.number, self.log = stream, number, log
         self.send = stream.send_all
 
@@ -54,7 +54,7 @@ class Peer:
         self.log.append((self.number, received.decode()))
         return received.decode()
 
-    def reset_on_close(self) -> None:
+    def reset_on_close(self):
         self.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
@@ -64,13 +64,13 @@ Handle = Callable[[Peer], Awaitable[None]]
 class Server:
     """A server on a socket: `handle` serves each connection."""
 
-    def __init__(self, handle: Handle, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, handle: Handle, tls: ssl.SSLContext | None):
         self.handle, self.tls = handle, tls
         self.url = ""
         self.log: list[tuple[int, str]] = []  # connection and request
         self.accepted = self.open = 0
 
-    async def serve(self, stream: Any) -> None:
+    async def serve(self, stream):
         if self.tls is not None:
             stream = trio.SSLStream(stream, self.tls, server_side=True, https_compatible=True)
         self.accepted += 1
@@ -83,7 +83,7 @@ class Server:
 
 @asynccontextmanager
 async def open_both(
-    handle: Handle, *, tls: ssl.SSLContext | None = None, **options: Any
+    handle: Handle, *, tls: ssl.SSLContext | None = None, **options
 ) -> AsyncIterator[tuple[Server, HttpClient]]:
     """A server and a client for it."""
     server = Server(handle, tls)
@@ -98,7 +98,7 @@ async def open_both(
 
 
 def always(answer: bytes) -> Handle:
-    async def handle(peer: Peer) -> None:
+    async def handle(peer):
         while await peer.read_request():
             await peer.send(answer)
 
@@ -108,7 +108,7 @@ def always(answer: bytes) -> Handle:
 def replying(*answers: bytes, hangs: bool = False) -> Handle:
     """One request for each answer; then the connection is closed, unless the server hangs."""
 
-    async def handle(peer: Peer) -> None:
+    async def handle(peer):
         for answer in answers:
             await peer.read_request()
             await peer.send(answer)
@@ -151,10 +151,10 @@ async def test_a_request_names_host_key_type_and_length():
 
 @cases("end: close reset")
 @pytest.mark.parametrize("raw", [REPLY, CHUNKED])
-async def test_an_answer_cut_at_any_byte_is_an_error(raw: bytes, end: str):
+async def test_an_answer_cut_at_any_byte_is_an_error(raw, end):
     cut = 0
 
-    async def handle(peer: Peer):
+    async def handle(peer):
         if end == "reset":
             peer.reset_on_close()
         await peer.read_request()
@@ -183,7 +183,7 @@ async def test_an_answer_cut_at_any_byte_is_an_error(raw: bytes, end: str):
         OK + b"content-length: 999999999\r\n\r\n",
     ],
 )
-async def test_what_is_not_http_or_endless_is_a_reply_error_without_the_key(raw: bytes):
+async def test_what_is_not_http_or_endless_is_a_reply_error_without_the_key(raw):
     async with open_both(always(raw), api_key=KEY) as (server, client):
         with pytest.raises(ReplyError, match=f"POST {server.url}/generate") as caught:
             await client.request("POST", "/generate", body=b"{}")
@@ -192,7 +192,7 @@ async def test_what_is_not_http_or_endless_is_a_reply_error_without_the_key(raw:
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\nb", "sk-ü", "tail "])
-async def test_a_key_that_no_header_carries_is_refused_unshown(key: str):
+async def test_a_key_that_no_header_carries_is_refused_unshown(key):
     with pytest.raises(EngineSetupError, match="api_key") as caught:
         async with open_http_client("http://127.0.0.1:1", api_key=key):
             pass
@@ -206,7 +206,7 @@ async def test_a_key_that_no_header_carries_is_refused_unshown(key: str):
     f" http://[::1?key=SECRET http://h/#SECRET http://SECRET@[::1 http://h/@?SECRET http://{'a' * 64}.b"
     " http://me:SECRET@host".split(" "),
 )
-async def test_a_url_that_is_none_or_holds_a_key_is_refused_unshown(url: str):
+async def test_a_url_that_is_none_or_holds_a_key_is_refused_unshown(url):
     with pytest.raises(EngineSetupError, match=r"url=|api_key") as caught:
         async with open_http_client(url):
             pass
@@ -217,7 +217,7 @@ async def test_a_url_that_is_none_or_holds_a_key_is_refused_unshown(url: str):
 
 
 @pytest.mark.parametrize(("headers", "used"), [(b"connection: close\r\n", [0, 1, 2]), (b"", [0, 0, 0])])
-async def test_a_connection_is_used_again_unless_it_is_over(headers: bytes, used: list[int]):
+async def test_a_connection_is_used_again_unless_it_is_over(headers, used):
     async with open_both(always(REPLY.replace(OK, OK + headers))) as (server, client):
         for _ in range(3):
             assert (await client.request("GET", "/x")).content == BODY
@@ -228,7 +228,7 @@ async def test_a_burst_leaves_no_more_than_max_idle_clients_which_leave_by_age(a
     """In virtual time, over transports instead of sockets."""
     monkeypatch.setattr(http, "MAX_IDLE", 10)
 
-    async def handle(request: httpx.Request) -> httpx.Response:
+    async def handle(request):
         await trio.sleep(0.01)
         return httpx.Response(200, content=BODY)
 
@@ -245,7 +245,7 @@ async def test_a_burst_leaves_no_more_than_max_idle_clients_which_leave_by_age(a
 async def test_the_connection_that_was_used_last_is_used_first(order: Any):
     answered = [trio.Event(), trio.Event()]
 
-    async def handle(peer: Peer):
+    async def handle(peer):
         while await peer.read_request():
             await answered[peer.number].wait()
             await peer.send(REPLY)
@@ -265,13 +265,13 @@ async def test_the_connection_that_was_used_last_is_used_first(order: Any):
 async def test_a_cancelled_request_closes_its_own_connection_only():
     cancelled, scope = trio.Event(), trio.CancelScope()
 
-    async def handle(peer: Peer):
+    async def handle(peer):
         while await peer.read_request():
             if peer.number == 1:
                 await cancelled.wait()
                 await peer.send(REPLY)
 
-    async def ask_in_scope(client: HttpClient):
+    async def ask_in_scope(client):
         with scope:
             await client.request("GET", "/x")
 
@@ -289,8 +289,8 @@ async def test_a_cancelled_request_closes_its_own_connection_only():
 
 
 @cases("end: close reset")
-async def test_a_kept_connection_closed_under_the_request_is_replaced_once(end: str):
-    async def handle(peer: Peer):
+async def test_a_kept_connection_closed_under_the_request_is_replaced_once(end):
+    async def handle(peer):
         if end == "reset":
             peer.reset_on_close()
         if peer.number < 2:
@@ -307,7 +307,7 @@ async def test_a_kept_connection_closed_under_the_request_is_replaced_once(end: 
 
 
 @pytest.mark.parametrize("beginning", [b"", REPLY[:-1]])
-async def test_work_that_may_have_begun_is_not_asked_for_again(beginning: bytes, monkeypatch):
+async def test_work_that_may_have_begun_is_not_asked_for_again(beginning, monkeypatch):
     """The answer has begun, or the end comes later than that of a connection that was closed before."""
     monkeypatch.setattr(http, "RESEND_S", 60.0 if beginning else 0.0)
     async with open_both(replying(REPLY, beginning)) as (server, client):
@@ -318,7 +318,7 @@ async def test_work_that_may_have_begun_is_not_asked_for_again(beginning: bytes,
 
 
 @pytest.mark.parametrize("begins", [b"", OK])
-async def test_a_server_that_says_nothing_is_silent_and_not_asked_again(begins: bytes):
+async def test_a_server_that_says_nothing_is_silent_and_not_asked_again(begins):
     async with open_both(replying(REPLY, begins, hangs=True)) as (server, client):
         await client.request("GET", "/x")
         with pytest.raises(EngineSilent, match=r"0\.05 s"):
@@ -345,7 +345,7 @@ async def test_cancelled_requests_leave_nothing_behind():
     seen = {"sent": 0, "answered": 0}
     body = bytes(100_000)
 
-    async def handle(peer: Peer):
+    async def handle(peer):
         while await peer.read_request():
             peer.log.clear()
             seen["sent"] += 1
@@ -354,12 +354,12 @@ async def test_cancelled_requests_leave_nothing_behind():
                     await trio.lowlevel.checkpoint()
                 await peer.send(part)
 
-    async def cancel_later(scope: trio.CancelScope, rounds: int):
+    async def cancel_later(scope, rounds):
         for _ in range(rounds):
             await trio.lowlevel.checkpoint()
         scope.cancel()
 
-    async def ask_many(client: HttpClient, number: int):
+    async def ask_many(client, number):
         for _ in range(number):
             async with trio.open_nursery() as nursery:
                 if rng.random() < 0.8:  # the others leave connections to be used again
@@ -368,10 +368,7 @@ async def test_cancelled_requests_leave_nothing_behind():
                 seen["answered"] += 1
                 nursery.cancel_scope.cancel()
 
-    def count_files() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    files, tasks = count_files(), trio.lowlevel.current_statistics().tasks_living
+    files, tasks = psutil.Process().num_fds(), trio.lowlevel.current_statistics().tasks_living
     async with open_both(handle) as (server, client):
         async with trio.open_nursery() as nursery:
             for _ in range(64):
@@ -385,7 +382,7 @@ async def test_cancelled_requests_leave_nothing_behind():
     assert count * 0.1 < seen["answered"] < count * 0.9, "hardly any was cancelled, or nearly all"
     assert seen["answered"] + count * 0.1 < seen["sent"] - 100, "hardly any was cancelled after it was sent"
     assert trio.lowlevel.current_statistics().tasks_living == tasks
-    assert count_files() == files
+    assert psutil.Process().num_fds() == files
 
 
 async def test_a_server_whose_certificate_nobody_trusts_is_sent_nothing():

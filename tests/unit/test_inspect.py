@@ -17,7 +17,7 @@ from rollouts.inspect.commands import format_cell, run_sql
 from rollouts.inspect.record import Curve, open_record
 from rollouts.metrics.jsonl import newest_attempts, read_rows
 from tests.support.text_tables import cases
-from tests.unit.run_rows import write_rows, write_run
+from tests.unit.run_rows import read_command, write_rows, write_run
 
 DAMAGED = (
     rb"""no json
@@ -108,8 +108,7 @@ def test_inspect_prints_every_part_and_ends_with_the_picture(tmp_path, capsys):
     failure = {"class": "reward", "function": "grade", "message": "timed\nout"}
     failed = {"id": "f", "status": "failed", "metadata": {"failure": failure}}
     write_rows(root / "samples.jsonl", *({**row, "weight_version_max": 9} for row in samples), failed)
-    assert main(["inspect", str(root), "--last", "2"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(read_command(capsys, "inspect", root, "--last", "2").split())
     wanted = f"""
 rl reward
 reward/mean  ▁▁▁▂▂▃▃▃▄▄▅▅▆▆▆▇▇███   0.05     1  0.05    1
@@ -128,16 +127,14 @@ mode rl, accuracy.base 0.0, accuracy.rl 0.5
 wrote {root / "curves.png"}"""
     for line in wanted.strip().splitlines():
         assert " ".join(line.split()) in text, line
-    assert main(["inspect", str(root)]) == 0
-    assert f"{root / 'curves.png'} is up to date" in capsys.readouterr().out
+    assert f"{root / 'curves.png'} is up to date" in read_command(capsys, "inspect", root)
 
 
 @cases("width: 40 80 200")
 def test_inspect_fits_the_terminal(width: int, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("rollouts.inspect.terminal.PLAIN_WIDTH", width)
     root = write_run(tmp_path / "run", optim__lr=1e-3, entropy__mean=1.0)
-    assert main(["inspect", str(root), "--last", "3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = read_command(capsys, "inspect", root, "--last", "3").splitlines()
     tables = [line for line in lines if line and not line.startswith(("mode ", str(tmp_path), "wrote "))]
     assert max(map(len, tables)) <= width
     assert any("more columns in a" in line for line in lines) == (width == 40)
@@ -145,8 +142,7 @@ def test_inspect_fits_the_terminal(width: int, tmp_path, capsys, monkeypatch):
 
 def test_a_run_without_rows_says_so(tmp_path, capsys):
     (tmp_path / "config.toml").write_text("")
-    assert main(["inspect", str(tmp_path)]) == 0
-    assert "not finished, 0 attempts, no checkpoint" in capsys.readouterr().out
+    assert "not finished, 0 attempts, no checkpoint" in read_command(capsys, "inspect", tmp_path)
     (tmp_path / "summary.json").write_text("[1]")
     assert main(["inspect", str(tmp_path)]) == 2
     assert "summary.json is no JSON object" in capsys.readouterr().err
@@ -156,8 +152,7 @@ def test_runs_are_compared_at_equal_steps(tmp_path, capsys):
     first, second = write_run(tmp_path / "a" / "x", reward__std=1.0), write_run(tmp_path / "b" / "x")
     (second / "config.toml").write_text("seed = 1\n")
     write_rows(second / "metrics.jsonl", *({"step": step, "reward/mean": 1.0} for step in range(1, 11)))
-    assert main(["inspect", str(first), str(second)]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(read_command(capsys, "inspect", first, second).split())
     assert "rl, step 10" in text
     assert "│ reward/mean │ 0.5 │ 1 (+0.5) │" in text
     assert "│ seed │ 0 │ 1 │" in text
@@ -186,9 +181,8 @@ def test_a_curve_is_smoothed_by_means_up_to_each_value(tmp_path):
 def test_plot_chooses_metrics_by_pattern_and_stacks_runs_without_colours(tmp_path, capsys):
     first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b")
     write_rows(first / "evaluations.jsonl", {"name": "h", "eval/h/avg@1": 0.5})
-    assert main(["plot", str(first), str(second), "reward/*", "eval/*", "--smooth", "2"]) == 0
-    out = capsys.readouterr().out
-    assert [line.strip() for line in out.splitlines() if line.startswith("  ") and "/" in line] == [
+    lines = read_command(capsys, "plot", first, second, "reward/*", "eval/*", "--smooth", "2").splitlines()
+    assert [line.strip() for line in lines if line.startswith("  ") and "/" in line] == [
         *["rl reward/mean"] * 2,
         "rl eval/h/avg@1",
     ]
@@ -205,7 +199,7 @@ reward/mean --smooth 0 | at least 1
 / | name at least one metric
 reward/mean --png /nowhere/x.png | cannot be written
 """)
-def test_plot_says_what_is_wrong(words: str, message: str, tmp_path, capsys):
+def test_plot_says_what_is_wrong(words, message, tmp_path, capsys):
     assert main(["plot", str(write_run(tmp_path / "run")), *words.split()]) == 2
     assert message in capsys.readouterr().err
 
@@ -235,7 +229,7 @@ SELECT response, metadata->>'$.k[0]' FROM samples      | [["2026-01-02", "1"]]
 SELECT name FROM evaluations ORDER BY name             | [["one"], ["two"]]
 SELECT count(*), count(track) FROM spans               | [[0, 0]]
 """)
-def test_views_answer(queried: Path, sql: str, rows: Any):
+def test_views_answer(queried, sql, rows: Any):
     with open_record(queried) as record:
         assert [*map(list, run_sql(record, sql)[1])] == rows
 
@@ -257,7 +251,7 @@ ATTACH 'x.db' |
 SELECT 1; SELECT 2 | one statement that reads
  | one statement that reads
 """)
-def test_a_query_reads_the_rows_and_nothing_else(queried: Path, sql: str, message: str, monkeypatch):
+def test_a_query_reads_the_rows_and_nothing_else(queried, sql, message, monkeypatch):
     monkeypatch.chdir(queried)
     (queried / "config.toml").write_text("secret")
     before = {path: path.read_bytes() for path in queried.iterdir()}
@@ -266,7 +260,7 @@ def test_a_query_reads_the_rows_and_nothing_else(queried: Path, sql: str, messag
     assert {path: path.read_bytes() for path in queried.iterdir()} == before
 
 
-def test_query_prints_a_table_csv_or_json(queried: Path, capsys):
+def test_query_prints_a_table_csv_or_json(queried, capsys):
     sql = 'SELECT step, "reward/mean" FROM metrics ORDER BY step'
     with (queried / "metrics.1.jsonl").open("a") as file:
         file.write('{"stage": "r')
@@ -274,8 +268,7 @@ def test_query_prints_a_table_csv_or_json(queried: Path, capsys):
     written = capsys.readouterr()
     assert written.out == "step,reward/mean\n1,0.25\n2,0.75\n"
     assert "the torn last line (12 bytes) is left out" in written.err
-    assert main(["query", str(queried), sql, "--json"]) == 0
-    assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [1, 2]
-    assert main(["query", str(queried), sql]) == 0
-    assert "│    2 │        0.75 │" in capsys.readouterr().out
+    lines = read_command(capsys, "query", queried, sql, "--json").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert "│    2 │        0.75 │" in read_command(capsys, "query", queried, sql)
     assert format_cell("a\x1b[2J\n" + "x" * 300) == ("a\\x1b[2J\\n" + "x" * 300)[:204] + "…"

@@ -17,10 +17,10 @@ from rollouts.inspect.record import open_record
 from rollouts.inspect.samples import find_samples, print_samples
 from rollouts.inspect.tokens import split_text
 from tests.support.text_tables import cases
-from tests.unit.run_rows import HEAD, write_block, write_rows
+from tests.unit.run_rows import HEAD, read_command, write_block, write_rows
 
 
-def make_sample(step: int, number: int, **fields: Any) -> dict[str, Any]:
+def make_sample(step: int, number: int, **fields) -> dict[str, Any]:
     known = {"id": f"s{number}", "group_index": number // 2, "status": "completed", "prompt": "add"}
     known |= {"step": step, "policy_version": step - 1, "response": f"it is {number}", "reward": number / 10}
     return known | {"tokens": 9, "response_length": 20 - number} | fields
@@ -39,7 +39,7 @@ def run(tmp_path_factory) -> Path:
     return root
 
 
-def find_ids(root: Path, **query: Any) -> str:
+def find_ids(root: Path, **query) -> str:
     with open_record(root) as record:
         places = find_samples(record, **query).places
         return " ".join(row["id"] for row in record.read_samples(places))
@@ -62,11 +62,11 @@ grep = "sum"                       | s7
 grep = "user"                      |
 grep = "completed"                 |
 """)
-def test_samples_are_chosen_and_ordered(run: Path, query: dict, expected: str):
+def test_samples_are_chosen_and_ordered(run, query: dict, expected):
     assert find_ids(run, **query) == expected
 
 
-def test_a_step_or_stage_without_samples_says_what_there_is(run: Path):
+def test_a_step_or_stage_without_samples_says_what_there_is(run):
     for query, message in (({"step": 9}, "--step 9: .*steps 1 to 4"), ({"stage": "sft"}, "eval-rl, rl")):
         with pytest.raises(RunDirError, match=message):
             find_ids(run, **query)
@@ -109,10 +109,9 @@ def test_a_transcript_has_a_headline_turns_and_the_parts_of_the_reward(tmp_path,
     parts = {"a": 1, "b": 0.5}
     sample = make_sample(9, 9, weight_version_min=7, rewards=parts)
     write_rows(tmp_path / "samples.jsonl", make_sample(1, 0), sample)
-    assert main(["samples", str(tmp_path), "--step", "9"]) == 0
-    assert capsys.readouterr().out == TRANSCRIPT
-    assert main(["samples", str(tmp_path), "--json", "--limit", "1", "--reverse"]) == 0
-    assert json.loads(capsys.readouterr().out)["rewards"] == parts
+    assert read_command(capsys, "samples", tmp_path, "--step", "9") == TRANSCRIPT
+    row = read_command(capsys, "samples", tmp_path, "--json", "--limit", "1", "--reverse")
+    assert json.loads(row)["rewards"] == parts
 
 
 # --- tokens -------------------------------------------------------------------------------------------------
@@ -141,8 +140,7 @@ def test_tokens_are_marked_by_arrays_and_tokenizer(tmp_path, capsys):
         ("", "mask", "0 {+++ 1 2 }\n", "tokens are shown by number: there is no tokenizer.json yet"),
     ):
         (tmp_path / "config.toml").write_text(settings_text)
-        assert main(["samples", str(tmp_path), "--color", column]) == 0
-        printed = capsys.readouterr().out
+        printed = read_command(capsys, "samples", tmp_path, "--color", column)
         assert all(part in printed for part in parts), printed
     (tmp_path / "config.toml").write_text(config)
     out = io.StringIO()

@@ -12,6 +12,7 @@ from rollouts.run_dir import RunDir
 from rollouts.types import Sample, Status
 from tests.support.made_updates import make_update
 from tests.support.text_tables import cases
+from tests.unit.run_rows import read_command
 
 HOSTILE = "\x1b[2J</script>"
 CONVERSATION: dict[str, Any] = json.loads("""{
@@ -79,18 +80,16 @@ options                            | expected
 --grep PRODUCT.                    | TURNS 1 of 2 logged samples
 --grep tool_call_id                | 0 of 2 logged samples
 """)
-async def test_a_trajectory_is_one_sample_with_its_turns(tmp_path, capsys, options: str, expected: str):
+async def test_a_trajectory_is_one_sample_with_its_turns(tmp_path, capsys, options, expected):
     root = await write_samples(tmp_path, *SAMPLES)
-    assert main(["samples", root, *options.split()]) == 0
     for name, text in (("TURNS ", f"{TURNS}\n"), ("OTHER ", f"{OTHER}\n")):
         expected = expected.replace(name, text)
-    assert capsys.readouterr().out == f"{expected}\n"
+    assert read_command(capsys, "samples", root, *options.split()) == f"{expected}\n"
 
 
 async def test_the_row_of_a_trajectory_counts_all_segments(tmp_path, capsys):
     root = await write_samples(tmp_path, *SAMPLES)
-    assert main(["samples", root, "--json", "--grep", "816"]) == 0
-    row = json.loads(capsys.readouterr().out)
+    row = json.loads(read_command(capsys, "samples", root, "--json", "--grep", "816"))
     counted = ("id", "tokens", "response_length", "weight_version_min", "weight_version_max")
     assert [row[name] for name in counted] == ["a.1", 5, 3, 0, 2]
     assert row["trajectory"] == CONVERSATION["trajectory"]
@@ -98,9 +97,8 @@ async def test_the_row_of_a_trajectory_counts_all_segments(tmp_path, capsys):
 
 async def test_tokens_are_marked_segment_by_segment(tmp_path, capsys):
     root = await write_samples(tmp_path, *SAMPLES)
-    assert main(["samples", root, "--color", "mask", "--limit", "2"]) == 0
     marked = f"{HEAD}5 {{+++ 6 7 }}\n{SPLIT}5 {{+++ 8 }}\ntokens that train:\n{ENDED}\n{OTHER}"
-    assert capsys.readouterr().out.startswith(marked)
+    assert read_command(capsys, "samples", root, "--color", "mask", "--limit", "2").startswith(marked)
 
 
 @cases("""
@@ -109,7 +107,7 @@ turns                               | said
 [{"tokens": 0}, {"tokens": 7}]      | [assistant · turn 2 · 7 tokens]
 [{"tokens": 7, "rewards": {"a": 2}}]| [assistant · turn 1 · 7 tokens · a 2]
 """)
-def test_turns_are_the_last_messages_of_the_model(turns: Any, said: str):
+def test_turns_are_the_last_messages_of_the_model(turns: Any, said):
     """A prompt may hold others, and an agent may have rewritten its history."""
     shown = list_turns({"messages": [{"role": "assistant", "content": "hi"}], "trajectory": {"turns": turns}})
     assert shown == [{"said": f"{said} ", "text": "hi"}]

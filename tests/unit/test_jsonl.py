@@ -43,12 +43,12 @@ def test_parts_are_listed_in_the_order_of_their_numbers(tmp_path):
     assert list_parts(tmp_path / "gone" / "metrics.jsonl") == []
 
 
-def test_a_run_directory_may_stand_beside_another_whose_name_ends_in_a_number(tmp_path: Path):
+def test_a_run_directory_may_stand_beside_another_whose_name_ends_in_a_number(tmp_path):
     (tmp_path / "demo.1").mkdir()
     check_links(RunDir(tmp_path / "demo"))
 
 
-def test_a_full_part_is_followed_by_the_next_also_in_the_next_attempt(path: Path):
+def test_a_full_part_is_followed_by_the_next_also_in_the_next_attempt(path):
     lines = [make_line(step, attempt) for attempt in (1, 2) for step in (1, 2, 3)]
     for attempt in (0, 1):
         file = RecordFile(path, part_bytes=2 * len(lines[0]))
@@ -61,21 +61,16 @@ def test_a_full_part_is_followed_by_the_next_also_in_the_next_attempt(path: Path
     ]
 
 
-def test_a_part_is_on_the_device_before_the_next_has_its_name(path: Path, monkeypatch):
-    seen = list[list[Path]]()
-    file = RecordFile(path, part_bytes=1)
-    file.append(make_line(1))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: seen.append(list_parts(path)))
-        file.append(make_line(2))
-    file.close()
-    assert seen == [[path]]
+def test_a_part_is_on_the_device_before_the_next_has_its_name(path, monkeypatch):
+    seen = []
+    write_three(monkeypatch, path, "fsync", lambda _: seen.append(list_parts(path)))
+    assert seen == [[path], [path, part_path(path, 1)]]
 
 
 # --- torn lines and damage ----------------------------------------------------------------------------------
 
 
-def test_a_torn_last_line_is_left_out_reported_and_repaired_by_the_next_attempt(path: Path):
+def test_a_torn_last_line_is_left_out_reported_and_repaired_by_the_next_attempt(path):
     last = part_path(path, 1)
     path.write_bytes(make_line(1))
     last.write_bytes(make_line(2) + b'{"a":3')
@@ -91,7 +86,7 @@ def test_a_torn_last_line_is_left_out_reported_and_repaired_by_the_next_attempt(
 
 @pytest.mark.parametrize("damage", [b"{broken", b"[1]", b"", b"\xff\xfe"])
 @cases("part: 0 2")
-def test_damage_before_the_last_line_is_named(path: Path, damage: bytes, part: int):
+def test_damage_before_the_last_line_is_named(path, damage, part: int):
     for number in range(part):
         part_path(path, number).write_bytes(b'{"a":0}\n')
     part_path(path, part).write_bytes(b'{"a":1}\n' + damage + b'\n{"a":2}\n')
@@ -118,7 +113,7 @@ def test_readers_take_the_highest_attempt_of_each_step():
 
 
 @cases("name: samples contributions spans")
-def test_an_attempt_that_left_only_such_rows_has_its_number_to_itself(tmp_path, name: str):
+def test_an_attempt_that_left_only_such_rows_has_its_number_to_itself(tmp_path, name):
     """An attempt killed between a step's samples and its row: readers saw its samples and those of the next
     attempt as one.
     """
@@ -149,20 +144,20 @@ def write_three(
     file.close()
 
 
-def test_a_short_write_is_continued(path: Path, monkeypatch):
+def test_a_short_write_is_continued(path, monkeypatch):
     write = os.write
     write_three(monkeypatch, path, "write", lambda file, data: write(file, data[:3]))
     assert [part.read_bytes() for part in list_parts(path)] == [make_line(step) for step in (1, 2, 3)]
 
 
-def test_a_part_that_cannot_be_made_lets_rows_wait_until_the_close(path: Path, monkeypatch, caplog):
+def test_a_part_that_cannot_be_made_lets_rows_wait_until_the_close(path, monkeypatch, caplog):
     write_three(monkeypatch, path, "open", refuse)
     assert [part.read_bytes() for part in list_parts(path)] == [make_line(1), make_line(2) + make_line(3)]
     (warning,) = caplog.messages
     assert "rows of metrics.jsonl cannot be written" in warning
 
 
-def test_too_much_that_waits_and_what_is_refused_at_the_close_are_errors(path: Path, monkeypatch):
+def test_too_much_that_waits_and_what_is_refused_at_the_close_are_errors(path, monkeypatch):
     monkeypatch.setattr(record_files, "WAITING_BYTES", 100)
     with path.with_name("probe").open("wb") as probe:
         next_free = probe.fileno()  # the system hands out the lowest free number

@@ -1,7 +1,6 @@
 """What the embedded engine keeps of a trajectory between its turns, and when it computes anew."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from tests.unit.test_local_engine import generate_all, make_model, open_engine
 TOKENS = 6  # of an answer
 
 
-async def take_turns(engine: LocalEngine, turn: int, prompts: dict[str, list[int]], model: Any) -> list[int]:
+async def take_turns(engine: LocalEngine, turn: int, prompts: dict[str, list[int]], model) -> list[int]:
     """Tokens computed and taken over for one turn of each trajectory, whose answers are added to the prompts
     and checked against the model.
     """
@@ -39,7 +38,7 @@ kind  | options
 Llama | mode = "copied"
 Qwen3 | max_rows = 2
 """)
-async def test_a_turn_computes_its_new_tokens_and_the_last_one_sampled(kind: str, options: dict):
+async def test_a_turn_computes_its_new_tokens_and_the_last_one_sampled(kind, options: dict):
     model, prompts = make_model(kind), {"a": [5, 6, 7, 8], "b": [9], "c": [5, 6, 7, 8, 9, 10, 11]}
     async with open_engine(model, **options) as engine:
         assert await take_turns(engine, 0, prompts, model) == [4 + 1 + 7, 0]
@@ -60,7 +59,7 @@ update     | mode = "copied"
 version    |
 memory     |
 """)
-async def test_nothing_is_taken_over(why: str, options: dict):
+async def test_nothing_is_taken_over(why, options: dict):
     model, version = make_model(), [0]
     async with open_engine(model, trainer_version=lambda: version[0], **options) as engine:
         prompts = {"" if why == "no key" else "a": [5, 6, 7]}
