@@ -166,7 +166,7 @@ async def train_pairs(
     """(weights, metrics) after the loop on a backend that is fresh, or as it was saved."""
     async with open_backend(micro_batch_tokens=config.micro_batch_tokens) as backend:
         if load is not None:
-            await backend.load(load).result()
+            await backend.load(load)
         if config.loss == "kto":
             good = sum(bool(sample.desirable) for sample in samples)
             bad = len(samples) - good
@@ -183,7 +183,7 @@ async def train_pairs(
             **loop,
         )
         if save is not None:
-            await backend.save(save).result()
+            await backend.save(save)
         return weights_of(backend.model), history
 
 
