@@ -6,7 +6,6 @@ torchrun … -m tests.distributed.contract_program TRAINED OUT
 
 import dataclasses
 import errno
-import gc
 import inspect
 import os
 import resource
@@ -51,44 +50,51 @@ def is_rank(rank: int) -> bool:
     return int(os.environ["RANK"]) == rank % int(os.environ["WORLD_SIZE"])
 
 
-def plain_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
-    total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
-    return LossOutput(total, count, {})
+def sft_after(act: Callable[[LossInputs], LossInputs | None]) -> Callable[..., LossOutput]:
+    """SFT before which each rank does this; on the inputs that it gives, if any."""
+
+    def loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+        inputs = act(inputs) or inputs
+        total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
+        return LossOutput(total, count, {})
+
+    return loss
 
 
-def last_rank_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+@sft_after
+def last_rank_loss(inputs: LossInputs) -> None:
     """Fails on the last rank alone."""
     if is_rank(-1):
         raise ZeroDivisionError("the loss failed on one rank")
-    return plain_loss(inputs, unit=unit)
 
 
-def last_rank_nan_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+@sft_after
+def last_rank_nan_loss(inputs: LossInputs) -> LossInputs:
     """Is not a number on the last rank alone."""
     factor = float("nan") if is_rank(-1) else 1.0
-    return plain_loss(dataclasses.replace(inputs, log_probs=inputs.log_probs * factor), unit=unit)
+    return dataclasses.replace(inputs, log_probs=inputs.log_probs * factor)
 
 
-def second_call_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+@sft_after
+def second_call_loss(inputs: LossInputs) -> None:
     """Fails at a rank's second micro-batch, when the gradient of the first is held and not yet summed over
     the ranks.
     """
     CALLS.append(1)
     if len(CALLS) % 2 == 0:
         raise ZeroDivisionError("the second micro-batch failed")
-    return plain_loss(inputs, unit=unit)
 
 
-def last_rank_without_disk_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
-    """SFT; from here on the system lets no file of the last rank's process grow, as a full disk would."""
+@sft_after
+def last_rank_without_disk_loss(inputs: LossInputs) -> None:
+    """From here on the system lets no file of the last rank's process grow, as a full disk would."""
     limit_files(0, rank=-1)
-    return plain_loss(inputs, unit=unit)
 
 
-def last_rank_with_disk_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
-    """SFT; the last rank may write again."""
+@sft_after
+def last_rank_with_disk_loss(inputs: LossInputs) -> None:
+    """The last rank may write again."""
     limit_files(resource.RLIM_INFINITY, rank=-1)
-    return plain_loss(inputs, unit=unit)
 
 
 def limit_files(size: int, *, rank: int) -> None:
@@ -97,26 +103,18 @@ def limit_files(size: int, *, rank: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def scarce_memory_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+@sft_after
+def scarce_memory_loss(inputs: LossInputs) -> None:
     """Leaves the last rank's machine without memory for a copy, as that rank sees it from now on; every other
     sees plenty.
     """
     captures.read_free_memory = lambda: 1000 if is_rank(-1) else 1 << 40
-    return plain_loss(inputs, unit=unit)
 
 
-def plenty_memory_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+@sft_after
+def plenty_memory_loss(inputs: LossInputs) -> None:
     """Gives it back."""
     captures.read_free_memory = lambda: 1 << 40
-    return plain_loss(inputs, unit=unit)
-
-
-def no_copies_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
-    """SFT; fails on a rank that holds its part of a checkpoint."""
-    gc.collect()
-    held = sum(type(found) is captures.HeldPart for found in gc.get_objects())
-    assert not held, f"{held} parts of checkpoints in memory"
-    return plain_loss(inputs, unit=unit)
 
 
 # --- checks of ranks ----------------------------------------------------------------------------------------
@@ -130,7 +128,7 @@ async def check_a_failure_of_one_rank_is_named_and_forgotten_by_reset(open_backe
         undisturbed = await backend.get_weights()
     for name in ("last_rank_loss", "second_call_loss"):
         async with open_backend(micro_batch_tokens=8, share_prefix=False) as backend:
-            await backend.forward_backward(make_batch(1), SFT).result()
+            await backend.forward_backward(make_batch(1), SFT)
             error = await raised_by(backend.forward_backward(batch, LossSpec(f"{HERE}:{name}")))
             assert "ZeroDivisionError" in repr(error) or "rank" in str(error), error
             if name == "last_rank_loss":
@@ -139,9 +137,9 @@ async def check_a_failure_of_one_rank_is_named_and_forgotten_by_reset(open_backe
                     "ZeroDivisionError: the loss failed",
                 )
                 assert begins in str(error) and ends in str(error), error
-            await backend.reset().result()
+            await backend.reset()
             assert "no gradient" in str(await raised_by(backend.optim_step(STEP)))
-            await backend.reset().result()
+            await backend.reset()
             await train(backend, batch)
             found = await backend.get_weights()
         worst = max(float((found[key] - undisturbed[key]).abs().max()) for key in found)
@@ -153,9 +151,9 @@ async def check_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(open_bac
     batch = make_batch()
     async with open_backend() as backend:
         before = await backend.get_weights()
-        result = await backend.forward_backward(batch, LossSpec(f"{HERE}:last_rank_nan_loss")).result()
+        result = await backend.forward_backward(batch, LossSpec(f"{HERE}:last_rank_nan_loss"))
         assert result.skipped == "the loss is nan"
-        assert (await backend.optim_step(STEP).result()).skipped is not None
+        assert (await backend.optim_step(STEP)).skipped is not None
         contract.assert_weights_equal(before, await backend.get_weights())
         await train(backend, batch)
 
@@ -169,12 +167,9 @@ async def check_a_sink_that_raises_leaves_the_ranks_in_step(open_backend: Any) -
             buckets.append(len(bucket))
             raise OSError("the sink failed")
 
-        error = await raised_by(backend.stream_weights(sink))
-        assert isinstance(error, OSError) and buckets == [len(list_trained(backend.trained))], (
-            error,
-            buckets,
-        )
-        await backend.reset().result()
+        await raised_by(backend.stream_weights(sink), OSError)
+        assert buckets == [len(list_trained(backend.trained))]
+        await backend.reset()
         await train(backend, make_batch())
         names = [name for name, _ in backend.model.named_parameters()]
         assert "lm_head.weight" not in names  # tied, so it comes once
@@ -185,8 +180,8 @@ async def check_no_parameter_is_whole_on_a_rank(open_backend: Any) -> None:
     from torch.distributed.tensor import DTensor
 
     async with open_backend() as backend:
-        await backend.forward_backward(make_batch(), SFT).result()
-        await backend.forward(make_batch()).result()
+        await backend.forward_backward(make_batch(), SFT)
+        await backend.forward(make_batch())
         for name, parameter in backend.model.named_parameters():
             assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor), name
             rows = -(-parameter.shape[0] // backend.ranks.num_shards)
@@ -201,20 +196,16 @@ async def check_a_full_disk_on_one_rank_costs_the_checkpoint_only(open_backend: 
 
     async def save(backend: Any, step: int) -> None:
         async def write(path: Path) -> None:
-            await backend.save(path).result()
+            await backend.save(path)
 
         await save_checkpoint(folder / f"step_{step}", write_model=write, state={}, stage="sft", step=step)
 
     async def save_refused(backend: Any, rank: int) -> None:
-        said = ""
-        try:
-            await save(backend, 2)
-        except StorageError as error:
-            said = str(error)
+        said = str(await raised_by(save(backend, 2), StorageError))
         assert f"{folder}/step_2 cannot be written (" in said and "File too large" in said, said
         assert rank == 0 or f"rank {rank} failed" in said, said
         assert [path.name for path in folder.iterdir()] == ["step_1"]
-        await backend.reset().result()
+        await backend.reset()
 
     async with open_backend(micro_batch_tokens=16) as backend:
         await train(backend, batch)
@@ -230,7 +221,7 @@ async def check_a_full_disk_on_one_rank_costs_the_checkpoint_only(open_backend: 
         await save(backend, 2)
         for step, weights in ((1, saved), (2, trained)):
             checkpoints.check_checkpoint(folder / f"step_{step}", hashes=True)
-            await backend.load(folder / f"step_{step}").result()
+            await backend.load(folder / f"step_{step}")
             contract.assert_weights_equal(weights, await backend.get_weights())
 
 
@@ -239,25 +230,15 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-async def write_error(write: Callable[[Path], Awaitable[None]], path: Path) -> Exception | None:
-    """What writing a copy raises."""
-    try:
-        await write(path)
-    except Exception as error:
-        return error
-    return None
-
-
 async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(
     open_backend: Any, folder: Path
 ) -> None:
     """Bit for bit, whatever is trained between the copy and the writing; and CheckpointWriter saves so."""
     async with open_backend() as backend:
-        await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:plenty_memory_loss")).result()
-        await backend.optim_step(STEP).result()
+        await train(backend, make_batch(), LossSpec(f"{HERE}:plenty_memory_loss"))
         saved, beside = folder / "saved", folder / "beside"
-        await backend.save(saved).result()
-        write = await backend.capture().result()
+        await backend.save(saved)
+        write = await backend.capture()
         beside.mkdir()
         steps = [
             backend.forward_backward(make_batch(1), SFT),
@@ -266,7 +247,7 @@ async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(
         ]
         await write(beside)
         for step in steps:
-            await step.result()
+            await step
         expected, found = read_files(saved), read_files(beside)
         weights = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)} | {
             "model.safetensors.index.json",
@@ -281,7 +262,7 @@ async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(
             found.keys() == expected.keys()
             and [name for name in expected if found[name] != expected[name]] == []
         )
-        await backend.reset().result()
+        await backend.reset()
         run_dir, warnings = RunDir(folder / "run"), list[str]()
         async with open_checkpoint_writer(
             {"": backend}, run_dir, "sft", keep=Keep(), warn=warnings.append
@@ -290,25 +271,21 @@ async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(
             await train(backend, make_batch(3))
             await writer.wait_written()
             assert warnings == []
-        await backend.load(run_dir.checkpoint("sft", 1)).result()
+        await backend.load(run_dir.checkpoint("sft", 1))
 
 
 async def check_where_one_rank_has_no_room_for_a_copy_none_copies(open_backend: Any, folder: Path) -> None:
     """Training waits for the save then, and everything works afterwards."""
     async with open_backend() as backend:
-        await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:scarce_memory_loss")).result()
-        await backend.optim_step(STEP).result()
-        assert await backend.capture().result() is None
+        await train(backend, make_batch(), LossSpec(f"{HERE}:scarce_memory_loss"))
+        assert await backend.capture() is None
         async with open_checkpoint_writer(
             {"": backend}, RunDir(folder), "sft", keep=Keep(), warn=print
         ) as writer:
             await writer.save(1, {})
             assert checkpoints.is_complete(RunDir(folder).checkpoint("sft", 1)), "training waited for it"
-        await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:plenty_memory_loss")).result()
-        await backend.optim_step(STEP).result()
-        assert (
-            await backend.capture().result() is not None
-        )  # never written: the next backend opens all the same
+        await train(backend, make_batch(), LossSpec(f"{HERE}:plenty_memory_loss"))
+        assert await backend.capture() is not None  # never written: the next backend opens all the same
 
 
 async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(
@@ -329,22 +306,22 @@ async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(
         for name, rank in refused.items():
             path = folder / name.replace("/", "-")
             (path / name).mkdir(parents=True)
-            write = await backend.capture().result()
+            write = await backend.capture()
             step = backend.forward_backward(make_batch(1), SFT)
-            error = await write_error(write, path)
+            error = await raised_by(write(path))
             assert isinstance(error, OSError) and error.errno == errno.EISDIR, error
             assert ("rank 1 failed" in str(error)) == bool(rank), error
-            await step.result()
-            await backend.optim_step(STEP).result()
-        write = await backend.capture().result()
+            await step
+            await backend.optim_step(STEP)
+        write = await backend.capture()
         (folder / "good").mkdir()
         await write(folder / "good")
         weights = await backend.get_weights()
         await train(backend, make_batch(2))
-        await backend.load(folder / "good").result()
+        await backend.load(folder / "good")
         contract.assert_weights_equal(weights, await backend.get_weights())
-        error = await write_error(await backend.capture().result(), folder / "nowhere")
-        assert isinstance(error, RunDirError) and "rank 0" in str(error), error
+        write = await backend.capture()
+        assert "rank 0" in str(await raised_by(write(folder / "nowhere"), RunDirError))
 
 
 # --- running them -------------------------------------------------------------------------------------------

@@ -40,11 +40,11 @@ class Trained(NamedTuple):
 async def train(backend: Any) -> Trained:
     losses, norms, gradient = [], [], {}
     for step in range(3):
-        losses.append((await backend.forward_backward(make_batch(step), GRPO).result()).loss)
+        losses.append((await backend.forward_backward(make_batch(step), GRPO)).loss)
         if step == 0:
             gradient = {
                 name: get_local(parameter.grad).cpu().clone()
                 for name, parameter in backend.model.named_parameters()
             }
-        norms.append((await backend.optim_step().result()).grad_norm)
-    return Trained(losses, norms, gradient, await backend.get_weights().result())
+        norms.append((await backend.optim_step()).grad_norm)
+    return Trained(losses, norms, gradient, await backend.get_weights())

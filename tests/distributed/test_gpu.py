@@ -85,8 +85,8 @@ async def test_what_is_saved_on_a_gpu_goes_on_with_the_same_weights_and_moments(
     """Saved after three steps; both backends take a fourth. The moments lie where the weights do."""
 
     async def step(backend: FSDPTrainingBackend) -> dict[str, torch.Tensor]:
-        await backend.forward_backward(make_batch(3), GRPO).result()
-        await backend.optim_step().result()
+        await backend.forward_backward(make_batch(3), GRPO)
+        await backend.optim_step()
         moments = {
             value.to_local().device.type
             for state in read_states(backend)
@@ -94,7 +94,7 @@ async def test_what_is_saved_on_a_gpu_goes_on_with_the_same_weights_and_moments(
             if name != "step"
         }
         assert moments == {"cpu" if cpu_offload else "cuda"}
-        return await backend.get_weights().result()
+        return await backend.get_weights()
 
     async with open_one_rank("cuda") as ranks:
         after: list[dict[str, torch.Tensor]] = []
@@ -102,10 +102,10 @@ async def test_what_is_saved_on_a_gpu_goes_on_with_the_same_weights_and_moments(
             options = {**OPTIONS, "autocast": "off", "cpu_offload": cpu_offload}
             async with open_fsdp_backend(path, channel=NoOtherRanks(), ranks=ranks, **options) as backend:
                 if loads:
-                    await backend.load(tmp_path).result()
+                    await backend.load(tmp_path)
                 else:
                     await train(backend)
-                    await backend.save(tmp_path).result()
+                    await backend.save(tmp_path)
                 after.append(await step(backend))
     assert compute_difference(*after) <= 1e-5
 

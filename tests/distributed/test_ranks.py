@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,13 +52,6 @@ def open_processes(
             rank.communicate()
 
 
-def test_commands_are_answered_and_leaving_ends_all():
-    with open_processes("answer", 3) as ranks:
-        said = [rank.communicate(timeout=SOON_S) for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0, 0], said
-        assert said[0][0] == "{1: '[2, 4]', 2: '[2, 4]'}\n"
-
-
 @cases("lost: 0 1")
 @pytest.mark.parametrize(
     ("how", "reason"),
@@ -95,16 +89,15 @@ def test_ranks_that_are_all_frozen_for_long_have_lost_nobody():
         assert [rank.poll() for rank in ranks] == [None, None]
 
 
-def test_a_rank_that_fails_alone_ends_first_with_its_message_and_the_other_names_it():
-    with open_processes("fail") as ranks:
-        said = [rank.communicate(timeout=SOON_S)[1] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [75, 1], said
-        line = "rollouts: rank 1 was lost during step 3: ModelError: no memory for 8 bytes; this process"
-        assert line in said[0]
-        assert "ModelError: no memory for 8 bytes" in said[1]
-
-
-def test_ranks_end_well_when_rank_0_ends_by_force_in_a_stop():
-    with open_processes("force") as ranks:
-        said = [rank.communicate(timeout=SOON_S)[1] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0], said
+@cases("""
+job    | codes     | first                     | last | …
+answer | [0, 0, 0] | {1: '[2, 4]', 2: '[2, 4]'} |     | commands are answered, and leaving ends all
+fail   | [75, 1]   | rollouts: rank 1 was lost during step 3: \
+ModelError: no memory for 8 bytes; this process | ModelError: no memory for 8 bytes | the other names rank 1
+force  | [0, 0]    |                           |      | rank 0 ends by force in a stop
+""")
+def test_ranks_end_together(job: str, codes: Any, first: str, last: str):
+    with open_processes(job, len(codes)) as ranks:
+        said = ["".join(rank.communicate(timeout=SOON_S)) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == codes, said
+        assert first in said[0] and last in said[-1], said

@@ -112,18 +112,18 @@ async def train(backend: Any, case: Case) -> tuple[dict[str, Any], dict[str, Ten
     """What every step said, the sum of the first rollouts' log-probs afterwards, and the weights."""
     losses, norms, metrics = [], [], {}
     if case.loads:
-        await backend.load(Path(case.loads)).result()
+        await backend.load(Path(case.loads))
     for step in range(HALF if case.loads else 0, case.steps):
         forward, optim = backend.forward_backward(make_rollouts(step), SPECS[case.loss]), backend.optim_step()
-        result = await forward.result()
+        result = await forward
         losses.append(result.loss)
-        norms.append((await optim.result()).grad_norm)
+        norms.append((await optim).grad_norm)
         metrics = {name: metric.value for name, metric in result.metrics.items()}
         if case.saves and step == HALF - 1:
-            await backend.save(Path(case.saves)).result()
-    rows = await backend.forward(make_rollouts(0)).result()
+            await backend.save(Path(case.saves))
+    rows = await backend.forward(make_rollouts(0))
     found = {"losses": losses, "norms": norms, "metrics": metrics, "rows": [float(row.sum()) for row in rows]}
-    return found, await backend.get_weights().result()
+    return found, await backend.get_weights()
 
 
 async def drive(channel: Any, ranks: Any) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,15 @@ class Train:
 
     cache: Path
     server: ForkServer
+    wholes: dict[tuple[Any, ...], Path] = field(default_factory=dict)
 
     def command(self, out: Path, *arguments: str, mode: str = "sft+rl", torchrun: bool = False) -> list[str]:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node=1"] if torchrun else []
-        return [sys.executable, *launcher, str(TRAIN), *self.arguments(out, *arguments, mode=mode)]
+        argv = self.arguments(*arguments, mode=mode)
+        return [sys.executable, *launcher, str(TRAIN), *argv, "--output.dir", str(out)]
 
-    def arguments(self, out: Path, *arguments: str, mode: str = "sft+rl") -> list[str]:
-        return ["--config", str(TINY), "--mode", mode, *SHORT, "--output.dir", str(out), *arguments]
+    def arguments(self, *arguments: str, mode: str = "sft+rl") -> list[str]:
+        return ["--config", str(TINY), "--mode", mode, *SHORT, *arguments]
 
     def environment(self) -> dict[str, str]:
         return {**os.environ, "ROLLOUTS_CACHE": str(self.cache), "PYTHONWARNINGS": "default"}
@@ -57,13 +59,22 @@ class Train:
     def run(
         self, out: Path, *arguments: str, mode: str = "sft+rl", **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        return self.fork(self.arguments(out, *arguments, mode=mode), out, **options)
+        return self.fork(self.arguments(*arguments, mode=mode), out, **options)
 
     def run_config(
         self, config: Path, out: Path, *arguments: str, mode: str = "sft+rl"
     ) -> subprocess.CompletedProcess[str]:
         """The same with a config of the test's own, as it is."""
-        return self.fork(["--config", str(config), "--mode", mode, "--output.dir", str(out), *arguments], out)
+        return self.fork(["--config", str(config), "--mode", mode, *arguments], out)
+
+    def whole(self, argv: list[str], *, ranks: int = 1) -> Path:
+        """The directory of the run that nobody stopped, made when it is first asked for."""
+        key = (ranks, *argv)
+        if key not in self.wholes:
+            out = self.cache.with_name(f"whole-{len(self.wholes)}")
+            self.fork(argv, out, ranks=ranks)
+            self.wholes[key] = out
+        return self.wholes[key]
 
     def stop_and_resume(self, argv: list[str], out: Path, stop_after: str) -> list[dict[str, Any]]:
         """The rows of its stage, of a run that is stopped after STAGE:STEP, which it saves, and resumed."""
@@ -83,9 +94,8 @@ class Train:
         """What stop_and_resume() gives, and the directories of a run that nobody stopped and of that one,
         which are the same to the bit.
         """
-        whole, parts = folder / "whole", folder / "parts"
-        self.fork([*argv, "--output.dir", str(whole)], whole)
-        rows = self.stop_and_resume([*argv, "--output.dir", str(parts)], parts, stop_after)
+        whole, parts = self.whole(argv), folder / "parts"
+        rows = self.stop_and_resume(argv, parts, stop_after)
         assert_same_run(whole, parts, stopped=True)
         return rows, whole, parts
 
@@ -137,7 +147,7 @@ class Train:
             **(environ or {}),
         }  # not the server's: tests find what a run has left by it
         return self.server.start(
-            argv,
+            [*argv, "--output.dir", str(out)],
             output=stdout,
             errors=stderr,
             environ=environ,

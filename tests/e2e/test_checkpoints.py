@@ -22,6 +22,12 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.fixture
+def copied(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run that a test may damage."""
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
 @pytest.mark.slow
 @cases("""
 file                        | named
@@ -29,49 +35,36 @@ state/optimizer.safetensors | has not the SHA-256
 manifest.json               |
 """)
 def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_exactly_from_the_one_before(
-    file: str, named: str, train: Train, finished_run: Path, tmp_path: Path
+    file: str, named: str, train: Train, finished_run: Path, copied: Path
 ):
-    out = tmp_path / "run"
-    shutil.copytree(finished_run, out)
-    flip_a_bit(out / "checkpoints/sft/step_20" / file)
-    result = train.run(out, "--resume")
+    flip_a_bit(copied / "checkpoints/sft/step_20" / file)
+    result = train.run(copied, "--resume")
     skipped = [line for line in result.stderr.splitlines() if "skipped a checkpoint" in line]
-    assert (
-        len([line for line in skipped if f"sft/step_20/{file}" in line and named in line])
-        == len(skipped)
-        == 1
-    ), result.stderr
+    assert len(skipped) == 1, result.stderr
+    assert f"sft/step_20/{file}" in skipped[0] and named in skipped[0]
     assert "training goes on after step 16" in result.stderr
-    for aside in out.glob("checkpoints/*/damaged-*"):
+    for aside in copied.glob("checkpoints/*/damaged-*"):
         shutil.rmtree(aside)
-    assert_same_run(finished_run, out)
-    rows = newest_attempts(read_rows(out / "metrics.jsonl"))
+    assert_same_run(finished_run, copied)
+    rows = newest_attempts(read_rows(copied / "metrics.jsonl"))
     assert len({(row["stage"], row["step"]) for row in rows}) == len(rows) == 24
 
 
-def test_a_stage_whose_checkpoints_are_all_damaged_does_not_start_over(
-    train: Train, finished_run: Path, tmp_path: Path
-):
-    out = tmp_path / "run"
-    shutil.copytree(finished_run, out)
-    flip_a_bit(out / "checkpoints/rl/step_4/model.safetensors")
-    result = train.run(out, "--resume", code=2)
+def test_a_stage_whose_checkpoints_are_all_damaged_does_not_start_over(train: Train, copied: Path):
+    flip_a_bit(copied / "checkpoints/rl/step_4/model.safetensors")
+    result = train.run(copied, "--resume", code=2)
     assert "training does not start over by itself; restore one of step_4" in result.stderr
-    assert [path.name for path in (out / "checkpoints/rl").iterdir()] == ["step_4"]
+    assert [path.name for path in (copied / "checkpoints/rl").iterdir()] == ["step_4"]
 
 
-def test_a_second_run_in_a_directory_ends_with_2_and_names_the_first(
-    train: Train, finished_run: Path, tmp_path: Path
-):
-    out = tmp_path / "run"
-    shutil.copytree(finished_run, out)
-    before = sorted(out.iterdir())
-    descriptor = lock_run_dir(RunDir(out))
+def test_a_second_run_in_a_directory_ends_with_2_and_names_the_first(train: Train, copied: Path):
+    before = sorted(copied.iterdir())
+    descriptor = lock_run_dir(RunDir(copied))
     for arguments in ((), ("--resume",)):
-        result = train.run(out, *arguments, code=2)
+        result = train.run(copied, *arguments, code=2)
         assert f"is in use by process {os.getpid()} on" in result.stderr
     os.close(descriptor)
-    assert sorted(out.iterdir()) == before
+    assert sorted(copied.iterdir()) == before
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ async def test_a_stop_between_two_weight_updates_goes_on_with_the_weights_that_t
     unbroken, out = tmp_path / "unbroken" / "run", tmp_path / "stopped" / "run"
     for folder in (unbroken, out):
         folder.parent.mkdir()
-    train.fork(arguments(unbroken, *LAGGING), unbroken, environ={"ENCODED": str(tmp_path / "encoded")})
+    train.fork(arguments(*LAGGING), unbroken, environ={"ENCODED": str(tmp_path / "encoded")})
     lags = [row["off_policy/max"] for row in read_rows(unbroken / "metrics.jsonl") if row["stage"] == "rl"]
     assert lags == [0.0, 1.0, 0.0, 1.0]
     assert (tmp_path / "encoded").read_text() == "encoded\n", (

@@ -82,7 +82,7 @@ def test_two_ranks_train_every_stage_as_one_does(train: Train, tmp_path: Path):
     found = []
     for ranks in (1, 2):
         out = tmp_path / str(ranks)
-        train.fork([*argv, "--output.dir", str(out)], out, ranks=ranks)
+        train.fork(argv, out, ranks=ranks)
         rows = read_rows(out / "metrics.jsonl")
         found.append([row for row in rows if row["stage"] != "rl" or row["step"] == 1])
     for one, two in zip(*found, strict=True):
@@ -151,7 +151,7 @@ def test_what_cannot_train_is_refused_before_it_does(trained: Path, train: Train
         f"{LORA} --model.lora.targets '[\"no_proj\"]'": "'no_proj', which is no linear layer",
     }.items():
         out = tmp_path / "run"
-        done = train.fork(train.arguments(out, *shlex.split(flags), mode="rl"), out, code=2)
+        done = train.run(out, *shlex.split(flags), mode="rl", code=2)
         assert expected in done.stderr and not out.exists(), done.stderr
 
 

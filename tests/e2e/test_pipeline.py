@@ -14,7 +14,6 @@ from integration_training.tasks.letter_words import make_labels
 from rollouts.checkpoints.load import find_newest_checkpoint
 from rollouts.metrics.jsonl import read_rows
 from tests.e2e.conftest import TINY, Train
-from tests.support.compare_runs import assert_same_run
 from tests.support.text_tables import cases
 
 pytestmark = pytest.mark.slow
@@ -51,12 +50,8 @@ def make_scores(*, size: int, seed: int) -> list[dict[str, Any]]:
     return [{**row, "score": 3 + 4 * row["label"]} for row in make_labels(size=size, seed=seed)]
 
 
-def arguments(out: Path, *more: str, mode: str = MODE) -> list[str]:
-    return ["--config", str(CONFIG), "--mode", mode, *SHORT, "--output.dir", str(out), *more]
-
-
-def run(train: Train, out: Path, *more: str, mode: str = MODE) -> None:
-    train.fork(arguments(out, *more, mode=mode), out)
+def arguments(*more: str, mode: str = MODE) -> list[str]:
+    return ["--config", str(CONFIG), "--mode", mode, *SHORT, *more]
 
 
 def read_evaluations(out: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
@@ -66,12 +61,10 @@ def read_evaluations(out: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def whole(train: Train) -> Path:
     """All three stages, undisturbed."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    run(train, out, *EVERY_OTHER)
-    return out
+    return train.whole(arguments(*EVERY_OTHER))
 
 
 # --- what a run leaves --------------------------------------------------------------------------------------
@@ -138,17 +131,6 @@ def test_the_reward_model_is_one_of_transformers_and_gives_the_accuracy_that_was
 # --- stopped and resumed ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def unbroken(whole: Path, train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By name, the run that nobody stopped."""
-    found = {"ppo": whole}
-    for name, (mode, more) in COMPARED.items():
-        if name not in found:
-            found[name] = tmp_path_factory.mktemp(name) / "run"
-            run(train, found[name], *EVERY_OTHER, *more, mode=mode)
-    return found
-
-
 @cases("""
 step | …
 2    | at a checkpoint
@@ -156,19 +138,19 @@ step | …
 """)
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_stage_stopped_after_a_step_and_resumed_is_the_one_that_never_stopped(
-    train: Train, unbroken: dict[str, Path], tmp_path: Path, name: str, step: int
+    train: Train, tmp_path: Path, name: str, step: int
 ):
     """Weights, a critic's too, optimizers, rows of metrics, samples and evaluations: bit for bit."""
-    out, (mode, more) = tmp_path / "run", COMPARED[name]
+    mode, more = COMPARED[name]
     stage = "rl" if name == "ppo" else mode
-    argv = arguments(out, *EVERY_OTHER, *more, mode=mode)
-    assert len(train.stop_and_resume(argv, out, f"{stage}:{step}")) == STEPS[stage]
-    assert_same_run(unbroken[name], out, stopped=True)
+    argv = arguments(*EVERY_OTHER, *more, mode=mode)
+    rows, *_ = train.run_whole_and_parts(argv, tmp_path, f"{stage}:{step}")
+    assert len(rows) == STEPS[stage]
 
 
-def test_a_reward_model_of_scores_says_how_they_were_normalised(unbroken: dict[str, Path]):
+def test_a_reward_model_of_scores_says_how_they_were_normalised(train: Train):
     """Of 60 rows 8 are held out, 52 train: half of them score 7, half 3."""
-    out = unbroken["scores"]
+    out = train.whole(arguments(*EVERY_OTHER, *SCORES, mode="reward_model"))
     config = json.loads((out / "checkpoints" / "reward_model" / "step_5" / "config.json").read_text())
     assert (config["score_mean"], config["score_std"]) == (5.0, 2.0)
     first, last = (read_evaluations(out)["reward_model", step, "pairs"] for step in (0, 5))
@@ -193,7 +175,7 @@ def test_what_is_wrong_with_a_stage_is_found_by_a_check_a_dry_run_and_a_run_befo
 
     settings, out = flags.split(), tmp_path / "run"
     for more in (("--dry-run",), ()):
-        done = train.fork(arguments(out, *settings, *more), out, code=2)
+        done = train.fork(arguments(*settings, *more), out, code=2)
         assert expected in done.stdout + done.stderr, done.stderr
     assert main(["check", str(CONFIG), "--output.dir", str(out), *SHORT, *settings]) == 2
     assert expected in capsys.readouterr().out
@@ -207,8 +189,7 @@ def test_two_ranks_train_policy_reward_model_and_critic_as_one_does_and_one_goes
     train: Train, whole: Path, tmp_path: Path
 ):
     """The critic has its own parts on both ranks, beside the policy; what two ranks saved, one resumes."""
-    out = tmp_path / "run"
-    argv = arguments(out, *EVERY_OTHER)
+    out, argv = tmp_path / "run", arguments(*EVERY_OTHER)
     for ranks, environ, more in ((2, {"STOP_AFTER": "rl:2"}, ()), (1, {}, ("--resume",))):
         train.fork([*argv, *more], out, ranks=ranks, environ=environ)
     ours, theirs = (read_rows(path / "metrics.jsonl") for path in (whole, out))

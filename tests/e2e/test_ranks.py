@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from rollouts.metrics.jsonl import newest_attempts, read_rows
 from tests.e2e.conftest import Train
-from tests.support.processes import is_alive
+from tests.support.processes import is_alive, wait_until
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 240.0
@@ -42,10 +41,10 @@ def start(words: list[str], environ: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(words, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def fork(train: Train, out: Path, *arguments: str, mode: str, ranks: int) -> str:
-    """stderr of the same on so many ranks, without a launcher."""
-    argv = train.arguments(out, *SETTINGS, "--sft.steps", str(STEPS), *arguments, mode=mode)
-    return train.fork(argv, out, ranks=ranks).stderr
+def whole(train: Train, *arguments: str, mode: str, ranks: int) -> Path:
+    """The directory of the same on so many ranks, without a launcher."""
+    argv = train.arguments(*SETTINGS, "--sft.steps", str(STEPS), *arguments, mode=mode)
+    return train.whole(argv, ranks=ranks)
 
 
 def rows_of(out: Path, stage: str) -> list[dict[str, Any]]:
@@ -61,15 +60,8 @@ def assert_same_sft(one: Path, several: Path) -> None:
         assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-4), name
 
 
-@pytest.fixture(scope="module")
-def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run on one rank."""
-    out = tmp_path_factory.mktemp("alone") / "run"
-    fork(train, out, mode="sft+rl", ranks=1)
-    return out
-
-
-def test_two_ranks_under_torchrun_are_the_run_of_one(train: Train, alone: Path, tmp_path: Path):
+def test_two_ranks_under_torchrun_are_the_run_of_one(train: Train, tmp_path: Path):
+    alone = whole(train, mode="sft+rl", ranks=1)
     length = "--sft.steps 0 --sft.epochs 1.16"  # of 330 rows, 32 a step: 11.96 steps
     result = train.execute(torchrun(train, tmp_path / "run", *length.split(), mode="sft+rl"))
     assert "the engine has a copy on rank 0" in result.stderr
@@ -117,14 +109,14 @@ async def test_when_a_rank_is_lost_before_or_inside_a_collective_the_other_ends_
     out = tmp_path / "run"
     listed = tmp_path / "reached"
     environ = {"ROLLOUTS_HANG_AT": f"{AGREEMENT}:3:{held}", "ROLLOUTS_LIST_POINTS": str(listed)}
-    argv = train.arguments(out, *LAST_STEPS, mode="sft")
+    argv = train.arguments(*LAST_STEPS, mode="sft")
     pids = train.start(argv, out, ranks=2, environ=environ, end_others=False)
     try:
-        await wait_until(lambda: count_reached(listed) == 6, pids)
+        await wait_reached(listed, 6, pids)
         await trio.sleep(BEATS_S)
         os.kill(pids[1], how)
         since = time.monotonic()
-        await wait_until(lambda: not is_alive(pids[0]), pids[1:] if how == signal.SIGSTOP else [])
+        await wait_until(lambda: not is_alive(pids[0]))
         took_s = time.monotonic() - since
     finally:
         for pid in filter(is_alive, pids):
@@ -158,7 +150,7 @@ async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_agai
     words = torchrun(train, out, *LAST_STEPS, mode="sft", restarts=1)
     with start(words, environ) as process:
         try:
-            await wait_until(lambda: count_reached(listed) == 10, [process.pid])
+            await wait_reached(listed, 10, [process.pid])
             await trio.sleep(BEATS_S)
             stopped = next(
                 one for one in psutil.Process(process.pid).children() if one.environ().get("RANK") == "1"
@@ -178,23 +170,17 @@ async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_agai
         {1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 6: 2},
         {1: 1, 2: 1, 3: 2, 4: 2, 5: 2, 6: 2},
     )  # step 4 is saved beside the next one
-    fork(train, tmp_path / "unbroken", *LAST_STEPS, mode="sft", ranks=2)
-    expected = rows_of(tmp_path / "unbroken", "sft")
+    expected = rows_of(whole(train, *LAST_STEPS, mode="sft", ranks=2), "sft")
     for name in ("loss/total", "optim/grad_norm", "entropy/mean"):
         assert [row[name] for row in rows] == [row[name] for row in expected], name
 
 
-async def wait_until(condition: Callable[[], bool], alive: list[int]) -> None:
-    """Until it holds of other processes, of which there are no events here. They run until then."""
+async def wait_reached(listed: Path, count: int, alive: list[int]) -> None:
+    """Until the ranks together have come so often to the all-gather of a loss. They run until then."""
     with trio.fail_after(PATIENCE_S):
-        while not condition():
+        while not listed.exists() or listed.read_text().split().count(AGREEMENT) != count:
             assert all(map(is_alive, alive)), alive
             await trio.sleep(0.02)
-
-
-def count_reached(listed: Path) -> int:
-    """How often the ranks together have come to the all-gather of a loss."""
-    return listed.read_text().split().count(AGREEMENT) if listed.exists() else 0
 
 
 if sys.platform != "linux":

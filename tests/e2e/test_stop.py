@@ -2,14 +2,13 @@
 left, and the run goes on exactly.
 """
 
-import functools
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from rollouts.checkpoints.load import check_checkpoint, find_newest_checkpoint
 from rollouts.metrics.jsonl import read_rows
 from tests.e2e.conftest import REPOSITORY, TINY, Train
 from tests.e2e.held_train import RELEASED
-from tests.support.compare_runs import assert_same_run, find_differences, read_comparable
+from tests.support.compare_runs import find_differences, read_comparable
 from tests.support.processes import find_processes, wait_until
 from tests.support.text_tables import cases
 
@@ -48,8 +47,8 @@ ON_RANKS = ("train", "sync", "save")  # the phases in which the other ranks work
 EVERY_PHASE = "EVERY_PHASE" in os.environ  # on ranks too: make soak
 
 
-def arguments(out: Path, *more: str) -> list[str]:
-    return ["--config", str(TINY), "--mode", "sft+rl", *SETTINGS, "--output.dir", str(out), *more]
+def arguments(*more: str) -> list[str]:
+    return ["--config", str(TINY), "--mode", "sft+rl", *SETTINGS, *more]
 
 
 def hold(out: Path, phase: str) -> dict[str, str]:
@@ -61,7 +60,7 @@ def hold(out: Path, phase: str) -> dict[str, str]:
 
 
 def run(train: Train, out: Path, *more: str, ranks: int = 1) -> None:
-    train.fork(arguments(out, *more), out, ranks=ranks)
+    train.fork(arguments(*more), out, ranks=ranks)
 
 
 async def wait_reached(out: Path, pid: int) -> None:
@@ -70,19 +69,6 @@ async def wait_reached(out: Path, pid: int) -> None:
         while not (out.parent / "reached").exists():
             assert Path(f"/proc/{pid}").exists(), "it ended before"
             await trio.sleep(0.02)
-
-
-@pytest.fixture(scope="module")
-def unbroken(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The run on so many ranks that nobody stopped; made when it is first asked for."""
-
-    @functools.cache
-    def make(ranks: int) -> Path:
-        out = tmp_path_factory.mktemp(f"unbroken-{ranks}") / "run"
-        run(train, out, ranks=ranks)
-        return out
-
-    return make
 
 
 # --- in a phase ---------------------------------------------------------------------------------------------
@@ -97,7 +83,7 @@ async def stop_in(train: Train, out: Path, phase: str, *more: str, ranks: int) -
     """stdout and stderr of a run that was stopped in the phase, as a launcher does it, and is gone in time
     with exit code 0.
     """
-    pids = train.start(arguments(out, *more), out, ranks=ranks, environ=hold(out, phase))
+    pids = train.start(arguments(*more), out, ranks=ranks, environ=hold(out, phase))
     try:
         await wait_reached(out, pids[0])
     except BaseException:
@@ -129,7 +115,7 @@ async def stop_in(train: Train, out: Path, phase: str, *more: str, ranks: int) -
     ],
 )
 async def test_sigterm_in_a_phase_ends_in_time_and_the_run_goes_on_exactly(
-    train: Train, unbroken: Callable[[int], Path], tmp_path: Path, phase: str, ranks: int
+    train: Train, tmp_path: Path, phase: str, ranks: int
 ):
     out = tmp_path / "run"
     every = ("--output.checkpoint_every", "1") if phase == "save" else ()
@@ -146,7 +132,7 @@ async def test_sigterm_in_a_phase_ends_in_time_and_the_run_goes_on_exactly(
     run(train, out, "--resume", *every, ranks=ranks)
     rows = [(row["stage"], row["step"]) for row in read_rows(out / "metrics.jsonl")]
     assert rows == [("sft", 1), ("sft", 2), ("rl", 1), ("rl", 2), ("rl", 3), ("rl", 4)], "one row a step"
-    whole = unbroken(ranks)
+    whole = train.whole(arguments(), ranks=ranks)
     differences = find_differences(whole, out, stopped=True)
     if (phase, ranks) == (
         "sync",
@@ -171,16 +157,6 @@ SIX_STEPS = {
 EVERY_OTHER = shlex.split("--output.checkpoint_every 2 --output.samples_per_step 1000")
 
 
-@pytest.fixture(scope="module")
-def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By stage, its run of six steps that never stopped."""
-    found: dict[str, Path] = {}
-    for stage, steps in SIX_STEPS.items():
-        found[stage] = tmp_path_factory.mktemp(f"whole-{stage}") / "run"
-        train.run(found[stage], *steps, *EVERY_OTHER, mode=stage)
-    return found
-
-
 @cases("""
 step | …
 1    | early
@@ -189,13 +165,12 @@ step | …
 """)
 @cases("stage: sft rl")
 def test_a_run_stopped_after_a_step_and_resumed_is_the_run_that_never_stopped(
-    train: Train, whole: dict[str, Path], tmp_path: Path, stage: str, step: int
+    train: Train, tmp_path: Path, stage: str, step: int
 ):
     """Weights, optimizer, random states, rows of metrics, samples and evaluations: bit for bit."""
-    out = tmp_path / "run"
-    argv = train.arguments(out, *SIX_STEPS[stage], *EVERY_OTHER, mode=stage)
-    assert len(train.stop_and_resume(argv, out, f"{stage}:{step}")) == 6
-    assert_same_run(whole[stage], out, stopped=True)
+    argv = train.arguments(*SIX_STEPS[stage], *EVERY_OTHER, mode=stage)
+    rows, *_ = train.run_whole_and_parts(argv, tmp_path, f"{stage}:{step}")
+    assert len(rows) == 6
 
 
 # --- under a launcher ---------------------------------------------------------------------------------------
@@ -206,7 +181,7 @@ def start_torchrun(train: Train, out: Path, phase: str, *, ranks: int) -> Iterat
     """A held run in a session of its own; whatever of it is left at the end is killed."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     process = subprocess.Popen(
-        [sys.executable, *launcher, "-m", "tests.e2e.held_train", *arguments(out)],
+        [sys.executable, *launcher, "-m", "tests.e2e.held_train", *arguments("--output.dir", str(out))],
         env={**train.environment(), **hold(out, phase), "PYTHONPATH": str(REPOSITORY), "STOP_TEST": str(out)},
         text=True,
         stdout=subprocess.PIPE,

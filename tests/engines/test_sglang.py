@@ -52,7 +52,7 @@ async def score_by_trainer(
 ) -> np.ndarray:
     tokens = np.concatenate([request.prompt_ids, completion.token_ids])
     mask = np.arange(len(tokens)) >= len(request.prompt_ids)
-    (row,) = await backend.forward(RolloutBatch(tokens=(tokens,), loss_masks=(mask,))).result()
+    (row,) = await backend.forward(RolloutBatch(tokens=(tokens,), loss_masks=(mask,)))
     return row[mask]
 
 
@@ -75,8 +75,8 @@ async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(
             by_memory.log_probs, await score_by_trainer(backend, request, by_memory), atol=1e-4
         )
         assert await engine.checksum() == disk_sum
-        weights = await backend.get_weights().result()
-        await backend.load_weights({name: tensor * 1.1 for name, tensor in weights.items()}).result()
+        weights = await backend.get_weights()
+        await backend.load_weights({name: tensor * 1.1 for name, tensor in weights.items()})
         await send(transport, backend, engine)  # in the group of before
         again = await engine.generate(request)
         np.testing.assert_allclose(
@@ -146,4 +146,4 @@ async def test_server_that_dies_or_stops_in_an_update_is_reported_and_the_traine
         os.killpg(other_server.pid, signal.SIGCONT)
         os.killpg(other_server.pid, signal.SIGKILL)
         assert isinstance((await transport(backend, [engine], 3))[name], InfrastructureError)
-        assert len(await backend.get_weights().result())
+        assert len(await backend.get_weights())

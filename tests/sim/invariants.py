@@ -15,7 +15,7 @@ from rollouts.generation.collector import REPLAYED
 from rollouts.types import RolloutBatch
 from rollouts.weight_sync.sync import WeightSync
 from tests.sim.fakes import RecordingBuffer, SimulatedBackend, SimulatedEngine, SimulatedSnapshots
-from tests.sim.schedule import FleetSchedule, SimulatedServer
+from tests.sim.schedule import FleetSchedule
 from tests.support.simulated_process import SimulatedProcess, weights_log_prob
 
 Invariant = Literal[
@@ -104,16 +104,17 @@ class Trainer:
 class Checks:
     """The part of a simulation that looks."""
 
-    schedule: FleetSchedule
-    report: FleetReport
-    broken: BrokenInvariant | None
-    virtual_s: float
-    scope: trio.CancelScope
-    life: trio.CancelScope
-    servers: dict[str, SimulatedServer]
-    processes: dict[str, SimulatedProcess]
-    snapshots: SimulatedSnapshots
-    trainer: Trainer | None
+    def __init__(self, schedule: FleetSchedule) -> None:
+        self.schedule = schedule
+        self.report = FleetReport()
+        self.broken: BrokenInvariant | None = None
+        self.virtual_s = 0.0
+        self.scope = trio.CancelScope()
+        self.life = trio.CancelScope()  # around a trainer
+        self.servers = {server.name: server for server in schedule.servers}
+        self.processes: dict[str, SimulatedProcess] = {}
+        self.snapshots = SimulatedSnapshots(schedule.export_s)
+        self.trainer: Trainer | None = None
 
     def fail(self, invariant: Invariant, detail: str) -> None:
         """Ends the run; the first to fail is told."""
@@ -213,42 +214,28 @@ class Checks:
             batch.tokens, batch.loss_masks, batch.rollout_log_probs, batch.weight_versions, strict=True
         )
         for tokens, mask, log_probs, versions in rows:
-            for position in np.flatnonzero(mask).tolist():
-                token, log_prob, of = (
-                    int(tokens[position]),
-                    float(log_probs[position]),
-                    int(versions[position]),
-                )
-                self.check_token(
-                    trainer, position, token, log_prob, of, oldest=max(oldest, 0), newest=version
-                )
-                self.report.trained_tokens += 1
+            own = np.flatnonzero(mask)
+            told = own, tokens[own], log_probs[own], versions[own]
+            self.check_tokens(trainer, *told, oldest=max(oldest, 0), newest=version)
+            self.report.trained_tokens += len(own)
             self.report.mixed_samples += len(set(versions[mask].tolist())) > 1
         self.check_prompts(batch, trainer)
         self.report.steps += 1
 
-    def check_token(
-        self,
-        trainer: Trainer,
-        position: int,
-        token: int,
-        log_prob: float,
-        version: int,
-        *,
-        oldest: int,
-        newest: int,
-    ) -> None:
-        if not oldest <= version <= newest:
-            raise BrokenInvariant(
-                "tokens", f"token {position} is of version {version}, the window is {oldest} to {newest}"
-            )
-        expected = weights_log_prob(trainer.backend.lineage[version], position, token)
-        if abs(log_prob - expected) > 1e-6:
-            raise BrokenInvariant(
-                "tokens",
-                f"token {position} says version {version}: its log-prob is {log_prob}, of those weights"
-                f" {expected}",
-            )
+    def check_tokens(self, trainer: Trainer, *told: np.ndarray, oldest: int, newest: int) -> None:
+        """`told`: by token its position, id, log-prob and version."""
+        for position, token, log_prob, version in zip(*(row.tolist() for row in told), strict=True):
+            if not oldest <= version <= newest:
+                raise BrokenInvariant(
+                    "tokens", f"token {position} is of version {version}, the window is {oldest} to {newest}"
+                )
+            expected = weights_log_prob(trainer.backend.lineage[version], position, token)
+            if abs(log_prob - expected) > 1e-6:
+                raise BrokenInvariant(
+                    "tokens",
+                    f"token {position} says version {version}: its log-prob is {log_prob}, of those weights"
+                    f" {expected}",
+                )
 
     def check_prompts(self, batch: RolloutBatch, trainer: Trainer) -> None:
         rollout = self.schedule.config.rollout

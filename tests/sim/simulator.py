@@ -39,11 +39,11 @@ from rollouts.testing.fakes import fake_uniform
 from rollouts.types import GenerateRequest, Sample, SampleGroup, SamplingParams
 from rollouts.weight_sync.sync import WeightSync
 from rollouts.weight_sync.update import SilenceLimits, make_probe
-from tests.sim.fakes import NoLog, RecordingBuffer, SimulatedBackend, SimulatedEngine, SimulatedSnapshots
+from tests.sim.fakes import NoLog, RecordingBuffer, SimulatedBackend, SimulatedEngine
 from tests.sim.invariants import BrokenInvariant, Checkpoint, Checks, FleetReport, Trainer
 from tests.sim.schedule import LEAST_FAULTS, LEAST_REQUESTS, LEAST_SYNCS, FleetSchedule, SimulatedServer
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
-from tests.support.simulated_process import SimulatedProcess, open_simulated_process
+from tests.support.simulated_process import open_simulated_process
 
 MOST_VIRTUAL_S = 10_000.0  # far more than any schedule takes; a run that is longer waits for what never comes
 MOST_LIVES = 8  # of trainers
@@ -113,20 +113,11 @@ class _Watcher(trio.abc.Instrument):
 
 class _Simulation(Checks):
     def __init__(self, schedule: FleetSchedule) -> None:
-        self.schedule = schedule
-        self.report = FleetReport()
-        self.broken = None
-        self.virtual_s = 0.0
-        self.scope = trio.CancelScope()
-        self.servers = {server.name: server for server in schedule.servers}
-        self.processes: dict[str, SimulatedProcess] = {}
+        super().__init__(schedule)
         self.members = [server.name for server in schedule.servers if not server.joins_at_s]
-        self.snapshots = SimulatedSnapshots(schedule.export_s)
         self.chat_generate = make_chat_generate(FakeTokenizer())
-        self.trainer: Trainer | None = None
         self.stop = StepHooks().stop
         self.lives = 0
-        self.life = trio.CancelScope()  # around a trainer
         self.last_seen = ""
         self.checkpoint = Checkpoint(0, "", frozenset(), frozenset(), ("w0",))
 
@@ -311,18 +302,9 @@ class _Simulation(Checks):
             except (InfrastructureError, FleetDown):
                 await trio.sleep(1.0)
                 continue
-            for index, (token, log_prob, of) in enumerate(
-                zip(completion.token_ids, completion.log_probs, completion.weight_versions, strict=True)
-            ):
-                self.check_token(
-                    trainer,
-                    len(prompt_ids) + index,
-                    int(token),
-                    float(log_prob),
-                    int(of),
-                    oldest=0,
-                    newest=trainer.most_committed,
-                )
+            places = len(prompt_ids) + np.arange(len(completion.token_ids))
+            told = places, completion.token_ids, completion.log_probs, completion.weight_versions
+            self.check_tokens(trainer, *told, oldest=0, newest=trainer.most_committed)
             await trio.sleep(0.5)
 
     async def sync_weights(

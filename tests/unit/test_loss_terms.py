@@ -42,23 +42,29 @@ M = [exp(0.5), exp(-0.5), exp(0.7)]  # exp(lp − mu)
 KL_MU = sum(m * d for m, d in zip(M, (0.4, -0.3, -0.1), strict=True))  # (lp − ref)·exp(lp − mu)
 
 
-@pytest.mark.parametrize(
-    ("params", "value"),
-    [
-        ({"kl_coef": 0.5}, 0.5 * sum(K2)),
-        ({"kl_coef": 1.0, "kl_estimator": "k3"}, 0.070320046 + 0.049858808 + 0.005170918),
-        ({"kl_coef": 2.0, "kl_estimator": make_truncated_kl(kl_k2, 0.06)}, 2 * (0.06 + 0.045 + 0.005)),
-        ({"kl_coef": 1.0, "kl_estimator": "rollouts.losses.kl:kl_k2"}, sum(K2)),
-        ({"kl_coef": 1.0, "kl_estimator": make_weighted_kl(kl_k2, lambda policy, ref: ref.exp())},
-         sum(exp(q) * k for q, k in zip(REF, K2, strict=True))),
-        ({"mu_penalty_coef": 1.0}, 0.25 + 0.25 + 0.49),
-        ({"entropy_coef": 0.1}, -0.3),
-        ({"entropy_coef": 0.1, "entropy_fraction": 0.5}, -0.25),
-    ],
-)  # fmt: skip
-def test_terms_by_hand(params, value):
+# the KL of the three tokens is .08, .045, .005 by k2 and .070320046, .049858808, .005170918 by k3
+@cases("""
+params                                                   | value       | …
+kl_coef = 0.5                                            | 0.065
+kl_coef = 1.0, kl_estimator = "k3"                       | 0.125349772
+kl_coef = 1.0, kl_estimator = "rollouts.losses.kl:kl_k2" | 0.13
+mu_penalty_coef = 1.0                                    | 0.99        | .25 + .25 + .49
+entropy_coef = 0.1                                       | -0.3
+entropy_coef = 0.1, entropy_fraction = 0.5               | -0.25
+""")
+def test_terms_by_hand(params: dict, value: float):
     """Of a loss that is 0 without them."""
     assert run("reinforce", make_inputs(0.0), **params)[0] == pytest.approx(value)
+
+
+def test_a_kl_estimator_is_cut_and_weighted():
+    weighted = make_weighted_kl(kl_k2, lambda policy, ref: ref.exp())
+    for estimator, value in (
+        (make_truncated_kl(kl_k2, 0.06), 0.06 + 0.045 + 0.005),
+        (weighted, sum(exp(q) * k for q, k in zip(REF, K2, strict=True))),
+    ):
+        found, _ = run("reinforce", make_inputs(0.0), kl_coef=2.0, kl_estimator=estimator)
+        assert found == pytest.approx(2 * value)
 
 
 @pytest.mark.parametrize("name", POLICY)

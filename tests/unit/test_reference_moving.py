@@ -140,9 +140,9 @@ async def test_a_reference_that_follows_has_the_backends_own_weights():
         open_moving_reference(path, rule=UpdateRule(1.0), device_thread=backend.device_thread) as reference,
     ):
         reference.follow(backend, lambda: 1)
-        await backend.forward_backward(BATCH, LossSpec("sft")).result()
-        await backend.optim_step().result()
-        policy, scores = await backend.forward(BATCH).result(), await reference.score(BATCH)
+        await backend.forward_backward(BATCH, LossSpec("sft"))
+        await backend.optim_step()
+        policy, scores = await backend.forward(BATCH), await reference.score(BATCH)
     for one, two in zip(policy, scores, strict=True):
         np.testing.assert_allclose(one, two, atol=1e-6)
 

@@ -68,50 +68,48 @@ def score(model: Any, tokens: Any) -> Tensor:
     return model(input_ids=torch.from_numpy(np.asarray(tokens))[None]).logits[0, 0]
 
 
-def plain_loss(model: Any, samples: Sequence[PreferenceSample]) -> Tensor:
-    losses = []
-    for sample in samples:
-        good, bad = (score(model, row.token_ids) for row in sample.rows)
-        losses.append(-logsigmoid(good - bad - sample.margin) + CENTRING * (good + bad) ** 2)
-    return torch.stack(losses).mean()
+async def train_both(
+    path: Path, samples: Sequence[PreferenceSample], plain_loss: Any, of_scores: Any = None, **changes: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after three steps, ours and those of plain autograd on the mean of this loss of a sample, whose
+    losses are the same.
+    """
+    plain, mixture = AutoModelForSequenceClassification.from_pretrained(path).eval(), make_mixture(samples)
+
+    def loss_of(model: Any, step: int) -> Tensor:
+        return torch.stack([plain_loss(model, one) for one in select_samples(mixture, 4, step, 7)]).mean()
+
+    losses = train_plainly(plain, loss_of, 3)
+    async with open_backend(path) as backend:
+        history = await train(backend, samples, config_of(**changes), of_scores=of_scores, seed=7)
+        trained = weights_of(backend.model)
+    np.testing.assert_allclose([row["loss/total"] for row in history], losses, rtol=2e-5)
+    return trained, weights_of(plain)
 
 
 async def test_three_steps_are_those_of_plain_autograd_with_margins_and_centring(model_path):
-    samples = make_pairs(6)  # their margins are 0, 1, 2, …
-    plain = AutoModelForSequenceClassification.from_pretrained(model_path).eval()
+    def plain_loss(model: Any, sample: PreferenceSample) -> Tensor:
+        good, bad = (score(model, row.token_ids) for row in sample.rows)
+        return -logsigmoid(good - bad - sample.margin) + CENTRING * (good + bad) ** 2
 
-    def loss_of(model: Any, step: int) -> Tensor:
-        return plain_loss(model, select_samples(make_mixture(samples), 4, step, 7))
-
-    losses = train_plainly(plain, loss_of, 3)
-    async with open_backend(model_path) as backend:
-        before = weights_of(backend.model)
-        history = await train(backend, samples, config_of(), seed=7)
-        trained = weights_of(backend.model)
-    np.testing.assert_allclose([row["loss/total"] for row in history], losses, rtol=2e-5)
-    assert_close(trained, weights_of(plain), 3e-5)
-    assert float((trained["score.weight"] - before["score.weight"]).abs().max()) > 1e-3
+    both = await train_both(model_path, make_pairs(6), plain_loss)  # their margins are 0, 1, 2, …
+    assert_close(*both, 3e-5)
+    before = weights_of(load_hf_model(model_path, head="scalar"))["score.weight"]
+    assert float((both[0]["score.weight"] - before).abs().max()) > 1e-3
 
 
 async def test_steps_on_scores_are_those_of_plain_autograd(model_path):
     samples = [pair._replace(rows=pair.rows[:1]) for pair in make_pairs(6)]  # their scores are 0, 1, 2, …
-    plain, std = AutoModelForSequenceClassification.from_pretrained(model_path).eval(), np.sqrt(35 / 12)
+    std = np.sqrt(35 / 12)
     assert measure_scores(samples) == pytest.approx((2.5, std))
 
-    def loss_of(model: Any, step: int) -> Tensor:
-        drawn = select_samples(make_mixture(samples), 4, step, 7)
-        gaps = [score(model, one.rows[0].token_ids) - (one.margin - 2.5) / std for one in drawn]
-        return torch.stack(gaps).square().mean()
+    def plain_loss(model: Any, sample: PreferenceSample) -> Tensor:
+        return (score(model, sample.rows[0].token_ids) - (sample.margin - 2.5) / std).square()
 
-    losses = train_plainly(plain, loss_of, 3)
-    async with open_backend(model_path) as backend:
-        loss = make_regression_loss(*measure_scores(samples))
-        history = await train(backend, samples, config_of(loss="mse"), of_scores=loss, seed=7)
-        heads = [{"score.weight": weights_of(model)["score.weight"]} for model in (backend.model, plain)]
-    assert_close(
-        *heads, tolerance=3e-5
-    )  # AdamW divides tiny gradients elsewhere, and makes their rounding large
-    np.testing.assert_allclose([row["loss/total"] for row in history], losses, rtol=2e-5)
+    loss = make_regression_loss(*measure_scores(samples))
+    both = await train_both(model_path, samples, plain_loss, loss, loss="mse")
+    # AdamW divides tiny gradients elsewhere, and makes their rounding large
+    assert_close(*({"score.weight": weights["score.weight"]} for weights in both), tolerance=3e-5)
 
 
 def test_scores_that_do_not_differ_are_refused_and_held_out_ones_are_measured():

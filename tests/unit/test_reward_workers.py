@@ -137,33 +137,36 @@ async def test_a_sample_arrives_as_it_was_and_a_group_is_scored_together():
 # --- hostile functions ---
 
 
+async def check_rest(workers: Workers) -> None:
+    """The next sample is scored, by one worker, for there was one call at a time; it has two guards."""
+    assert (await score(workers, "good")).reward == 3.0
+    await wait_until(lambda: len(find_descendants()) == 3)
+
+
+async def check_fails(workers: Workers, name: str, kind: type[Exception], named: str, message: str) -> None:
+    where = f"(?s)^reward function {name} on sample g0-s0 {message}"
+    with pytest.raises(kind, match=where) as caught:
+        await score(workers, name)
+    assert classify_reward_error(caught.value) == named
+    assert (await score(workers, "good")).reward == 3.0, name
+
+
 async def test_every_hostile_function_fails_its_own_sample_only():
     async with open_workers(count=2) as workers:
-        for table, kind, named in (
-            (CRASHES, RewardCrashed, "reward_crashed"),
-            (RAISED, UserFunctionError, "reward"),
-        ):
-            for name, message in read_cells(table):
-                where = f"(?s)^reward function {name} on sample g0-s0 .*{message}"
-                with pytest.raises(kind, match=where) as caught:
-                    await score(workers, name)
-                assert classify_reward_error(caught.value) == named
-                assert (await score(workers, "good")).reward == 3.0, name
+        for name, message in read_cells(CRASHES):
+            await check_fails(workers, name, RewardCrashed, "reward_crashed", f".*{message}")
+        for name, message in read_cells(RAISED):
+            await check_fails(workers, name, UserFunctionError, "reward", f".*{message}")
         for _ in range(200):
             assert (await score(workers, "good")).reward == 3.0
-        # one worker, for there was one call at a time; it has two guards
-        await wait_until(lambda: len(find_descendants()) == 3)
+        await check_rest(workers)
 
 
 async def test_functions_that_do_not_end_are_killed_with_all_that_they_started():
     async with open_workers(timeout_s=0.4) as workers:
         for name in TIMEOUTS:
-            where = f"^reward function {name} on sample g0-s0 took longer than 0.4 s"
-            with pytest.raises(RewardTimeout, match=where) as caught:
-                await score(workers, name)
-            assert classify_reward_error(caught.value) == "reward_timeout"
-        assert (await score(workers, "good")).reward == 3.0
-        await wait_until(lambda: len(find_descendants()) == 3)
+            await check_fails(workers, name, RewardTimeout, "reward_timeout", "took longer than 0.4 s")
+        await check_rest(workers)
 
 
 async def test_a_chain_of_processes_that_fork_and_end_is_killed_whole(tmp_path: Path):

@@ -97,7 +97,7 @@ async def run(
         state = LoopState(config.kl_coef)
         if resume_from:
             saved = json.loads((folder / f"step_{resume_from}.json").read_text())
-            await backend.load(folder / f"step_{resume_from}").result()
+            await backend.load(folder / f"step_{resume_from}")
             buffer.load_state_dict(saved["buffer"])
             manager.load_state_dict(saved["manager"])
             state = decode_loop_state(saved["loop"])
@@ -109,7 +109,7 @@ async def run(
             return lambda: {"buffer": drawn, "manager": rollouts(), "loop": loop}
 
         async def save(step: int, encode: EncodeState) -> None:
-            await backend.save(folder / f"step_{step}").result()
+            await backend.save(folder / f"step_{step}")
             (folder / f"step_{step}.json").write_text(json.dumps(encode()))
 
         async def sync(backend: Any, engines: Sequence[Any], version: int) -> Mapping[str, float]:
@@ -119,9 +119,7 @@ async def run(
         arguments: dict[str, Any] = {"reference": reference, "seed": 5, "state": state, "hooks": hooks}
         arguments |= {"sync_weights": sync, "completed_steps": resume_from}
         await run_rl_training(backend, buffer, manager, [engine], config, rows, **arguments)
-        weights = {
-            name: value.float().numpy() for name, value in (await backend.get_weights().result()).items()
-        }
+        weights = {name: value.float().numpy() for name, value in (await backend.get_weights()).items()}
     return rows, weights, state
 
 

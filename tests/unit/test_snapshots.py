@@ -49,7 +49,7 @@ def open_backend(model_path: Path):
 
 async def train(backend: PyTorchTrainingBackend) -> None:
     backend.forward_backward(BATCH, LossSpec("sft"))
-    await backend.optim_step().result()
+    await backend.optim_step()
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -64,7 +64,7 @@ async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(ki
         await train(backend)
         made = await export_snapshot(backend, path, shard_bytes=50_000)
         held = await DiskSnapshots(tmp_path).hold(backend)
-        await backend.device_thread.submit(lambda: save_hf_model(backend.model, tmp_path / "saved")).result()
+        await backend.device_thread.submit(lambda: save_hf_model(backend.model, tmp_path / "saved"))
         await train(backend)
         assert held is not None
         again = await export_snapshot(held, tmp_path / "v2", shard_bytes=50_000)
@@ -130,7 +130,7 @@ async def test_a_full_disk_fails_the_snapshot_and_not_the_backend(
             with pytest.raises(SnapshotError, match="No space left"):
                 await export_snapshot(backend, tmp_path / "w/v1")
         assert list((tmp_path / "w").iterdir()) == []
-        await backend.forward(BATCH).result()  # works still
+        await backend.forward(BATCH)  # works still
         await export_snapshot(backend, tmp_path / "w/v1")
 
 
@@ -242,7 +242,7 @@ async def test_an_embedded_engine_proves_new_weights_and_never_old_ones(kind: st
                 assert metrics["weight_sync/probe_difference/max"] < 1e-5
             assert await engine.weight_version() == version
             await train(backend)
-            await backend.set_weight_version(version + 1).result()
+            await backend.set_weight_version(version + 1)
         old, begin, take = await engine.copy_weights(), engine.begin_update, engine.receive_bucket
 
         async def begin_with_old() -> None:
