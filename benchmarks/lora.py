@@ -215,10 +215,11 @@ def measure_peer(arguments: argparse.Namespace, folder: Path) -> dict[str, float
     ours: list[RunResult] = []
     peers: list[RunResult] = []
     pairs: list[dict[str, float]] = []
+    prompts = 4 if arguments.quick else PROMPTS
     for seed in range(arguments.seeds):
         setting = Setting(
             task, start, arguments.steps, 10 * FULL_LR, seed, arguments.threads,
-            arguments.micro_batch_rows, 4 if arguments.quick else PROMPTS, SAMPLES, NEW_TOKENS, clip_high=0.28, beta2=0.95, lora=LORA,
+            arguments.micro_batch_rows, prompts, SAMPLES, NEW_TOKENS, clip_high=0.28, beta2=0.95, lora=LORA,
         )  # fmt: skip
         place = folder / f"seed-{seed}"
         place.mkdir()
