@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rollouts.advantages.gae import (
-    GAEResult,
     compute_discounted_returns,
     compute_explained_variance,
     compute_gae,
@@ -27,6 +26,7 @@ from rollouts.advantages.inputs import (
     AdvantageFn,
     AdvantageInputs,
     FloatRows,
+    GAEResult,
     Masks,
     RoleAdvantages,
     Rows,

@@ -6,33 +6,23 @@ the value and the advantage of the next trained token are carried over it unchan
 happened in between belongs on the trained token before it.
 """
 
-from typing import NamedTuple
-
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from rollouts.advantages.group import whiten_over_tokens
+from rollouts.advantages.group import per_trajectory, whiten_over_tokens
 from rollouts.advantages.inputs import (
     AdvantageInputs,
     FloatRows,
     Floats,
+    GAEResult,
     Masks,
     Rows,
-    merge_segments,
     require,
     scatter_trained,
-    split_segments,
     take_trained,
 )
 from rollouts.errors import ConfigError
 from rollouts.types import Status
-
-
-class GAEResult(NamedTuple):
-    """Per-token results, one array [T_i] per row, 0 outside the loss masks."""
-
-    advantages: FloatRows
-    returns: FloatRows  # what the critic's values are regressed on
 
 
 def compute_gae(
@@ -94,6 +84,7 @@ def compute_gae(
     )
 
 
+@per_trajectory
 def compute_gae_advantages(
     inputs: AdvantageInputs,
     *,
@@ -124,7 +115,6 @@ def compute_gae_advantages(
             f"advantage 'gae' has lam={lam} and alpha={alpha}, which gives each row a lambda of its own;"
             " leave one of them out"
         )
-    masks, (inputs, places) = inputs.loss_masks, merge_segments(inputs)
     lams = lam
     if alpha is not None:
         lams = compute_length_adaptive_lambda(list(map(np.count_nonzero, inputs.loss_masks)), alpha=alpha)
@@ -145,7 +135,7 @@ def compute_gae_advantages(
     )
     if whiten:
         result = result._replace(advantages=whiten_advantages(result.advantages, inputs.loss_masks))
-    return GAEResult(*(split_segments(part, places, masks) for part in result))
+    return result
 
 
 def compute_length_adaptive_lambda(lengths: ArrayLike, *, alpha: float = 0.05) -> Floats:
@@ -167,17 +157,19 @@ def compute_discounted_returns(rewards: Rows, loss_masks: Masks, *, gamma: float
     return compute_gae(rewards, [np.zeros(len(mask)) for mask in loss_masks], loss_masks, gamma=gamma).returns
 
 
+@per_trajectory
 def compute_reinforce_pp_token_advantages(inputs: AdvantageInputs, *, ddof: int = 1) -> FloatRows:
     """Reward to go of each trained token, r − β·Σ_{s ≥ t} (lp_s − ref_s), whitened over all trained tokens of
     the batch. Paper: REINFORCE++, 2501.03262.
 
     It runs through all segments of a trajectory. Raises ValueError without token_rewards.
     """
-    masks, (inputs, places) = inputs.loss_masks, need_token_rewards(inputs, "reinforce_pp_token")
+    need_token_rewards(inputs, "reinforce_pp_token")
     returns = compute_discounted_returns(inputs.token_rewards, inputs.loss_masks)
-    return split_segments(whiten_advantages(returns, inputs.loss_masks, ddof=ddof), places, masks)
+    return whiten_advantages(returns, inputs.loss_masks, ddof=ddof)
 
 
+@per_trajectory
 def compute_turn_returns_advantages(
     inputs: AdvantageInputs, *, gamma: float = 1.0, whiten: bool = False
 ) -> FloatRows:
@@ -194,7 +186,7 @@ def compute_turn_returns_advantages(
     A trajectory in which nothing trains has its reward as R_0. whiten: `whiten_advantages` over the batch.
     Raises ValueError without token_rewards, and on gamma outside 0 to 1.
     """
-    masks, (inputs, places) = inputs.loss_masks, need_token_rewards(inputs, "turn_returns")
+    need_token_rewards(inputs, "turn_returns")
     trained = take_trained("token_rewards", inputs.token_rewards, inputs.loss_masks)
     turns = [np.cumsum(np.diff(mask, prepend=False) & mask)[mask] - 1 for mask in inputs.loss_masks]
     rewards = [np.bincount(*each) for each in zip(turns, trained, strict=True)]
@@ -210,18 +202,15 @@ def compute_turn_returns_advantages(
         scatter_trained(row[own] - baseline, mask)
         for row, own, baseline, mask in zip(returns, turns, baselines, inputs.loss_masks, strict=True)
     )
-    if whiten:
-        advantages = whiten_advantages(advantages, inputs.loss_masks)
-    return split_segments(advantages, places, masks)
+    return whiten_advantages(advantages, inputs.loss_masks) if whiten else advantages
 
 
-def need_token_rewards(inputs: AdvantageInputs, kind: str) -> tuple[AdvantageInputs, NDArray[np.intp]]:
-    """merge_segments of the inputs. Raises ValueError without token_rewards."""
+def need_token_rewards(inputs: AdvantageInputs, kind: str) -> None:
+    """Raises ValueError without token_rewards."""
     require(
         len(inputs.token_rewards) == len(inputs.rewards),
         f"advantage {kind!r} needs token_rewards and loss_masks, which the RL loop gives it",
     )
-    return merge_segments(inputs)
 
 
 def whiten_advantages(advantages: Rows, loss_masks: Masks, *, ddof: int = 1) -> FloatRows:

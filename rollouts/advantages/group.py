@@ -20,9 +20,11 @@ from rollouts.advantages.inputs import (
     AdvantageFn,
     AdvantageInputs,
     Floats,
+    GAEResult,
     merge_segments,
     need_lengths,
     require,
+    split_segments,
 )
 from rollouts.types import IntArray
 
@@ -30,15 +32,19 @@ STD_EPSILON = 1e-6  # of 2402.03300; keeps a nearly constant group from dividing
 VARIANCE_EPSILON = 1e-8  # inside the root when a batch is whitened
 
 
-def per_trajectory(function: AdvantageFn) -> Callable[..., Floats]:
-    """The function applied to one row per trajectory, its answers spread over the rows [B] of the
-    segments.
+def per_trajectory(function: AdvantageFn) -> AdvantageFn:
+    """The function applied to one row per trajectory, its numbers spread over the rows [B] of the segments,
+    its arrays per token cut into theirs.
     """
 
     @functools.wraps(function)
-    def of_rows(inputs: AdvantageInputs, **params: Any) -> Floats:
+    def of_rows(inputs: AdvantageInputs, **params: Any) -> Any:
         merged, places = merge_segments(inputs)
-        return function(merged, **params)[places]
+        found = function(merged, **params)
+        if isinstance(found, np.ndarray):
+            return found[places]
+        split = functools.partial(split_segments, places=places, loss_masks=inputs.loss_masks)
+        return GAEResult(*map(split, found)) if isinstance(found, GAEResult) else split(found)
 
     return of_rows
 

@@ -25,6 +25,13 @@ for each of its tokens.
 """
 
 
+class GAEResult(NamedTuple):
+    """Per-token results, one array [T_i] per row, 0 outside the loss masks."""
+
+    advantages: FloatRows
+    returns: FloatRows  # what the critic's values are regressed on
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdvantageInputs:
     """What is known of a batch when advantages are computed. Lists are accepted for arrays.

@@ -36,7 +36,7 @@ from bisect import bisect_left
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from tempfile import NamedTemporaryFile
 from typing import Annotated, Any, Literal
@@ -180,21 +180,23 @@ class Asked:
         self.error = ApiError(409, "the trajectory ended, or nobody waited for the answer")  # told without it
 
 
+@dataclass(eq=False)
 class OpenTrajectory:
     """A trajectory that a program plays through the endpoint."""
 
-    def __init__(self, episode: Episode, make_format: MakeFormat, nursery: trio.Nursery) -> None:
-        self.episode = episode  # its turns are the answers that the client has
-        self.make_format = make_format
-        self.nursery = nursery  # of its requests, and of the program
+    episode: Episode  # its turns are the answers that the client has
+    make_format: MakeFormat
+    nursery: trio.Nursery  # of its requests, and of the program
+    begun: int = 0  # turns asked for, of which a limit may have refused some
+    end: End = "done"  # what the newest request has come to
+    limited: bool = False  # whether a limit refused it
+    failure: Exception | None = None  # ends the program
+
+    def __post_init__(self) -> None:
         self.context = copy_context()  # of the generate function: what its engine and its record read
         self.key = secrets.token_urlsafe()
         self.asked: dict[bytes, Asked] = {}  # by the body
         self.answers: dict[str, tuple[Node, Asked]] = {}  # by the key of the conversation that they end
-        self.begun = 0  # turns asked for, of which a limit may have refused some
-        self.end: End = "done"  # what the newest request has come to
-        self.limited = False  # whether a limit refused it
-        self.failure: Exception | None = None  # ends the program
 
     def ask(self, body: bytes, *, again: bool) -> Asked:
         """The request in a body, begun; or the one that the SDK asks `again`. Raises ApiError."""

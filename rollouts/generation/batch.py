@@ -36,26 +36,21 @@ def compute_batch_metrics(
     lengths = [sum(segment.response_length for segment in one) for one in trajectories]
     samples = [one[-1] for one in trajectories]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
-    accepted = sum(group.decision is not None and group.decision.keep for group in decided)
-    filtered = [
-        group
-        for group in decided
-        if group.decision is not None and not group.decision.keep and group.failure_class is None
-    ]
+    judged = [group for group in decided if group.failure_class is None]
+    filtered = [group for group in judged if group.decision and not group.decision.keep]
     members = [member for group in decided for member in group.members]
     scored = [*groups, *outranked, *filtered] if rewards else []
     spread = [rewards_of(group.sample_group) for group in scored]
-    failures = Counter(failure_class_of(sample) for group in decided for sample in group.failed)
     parts: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.rewards.items():
             parts.setdefault(metric_segment(name), []).append(value)
-    drops = Counter(metric_segment(reason.removeprefix(FILTERED)) for reason in dropped.elements())
+    drops = (metric_segment(reason.removeprefix(FILTERED)) for reason in dropped.elements())
     return {
         "groups/drawn": Total(drawn),
         "groups/kept": Total(len(groups)),
-        **{f"groups/dropped/{name}": Total(count) for name, count in sorted(drops.items())},
-        **{f"fail/{name}": Total(count) for name, count in sorted(failures.items())},
+        **_count("groups/dropped", drops),
+        **_count("fail", (failure_class_of(sample) for group in decided for sample in group.failed)),
         "response_length/mean": _mean(lengths),
         "response_length/min": Min(min(lengths)),
         "response_length/max": Max(max(lengths)),
@@ -65,7 +60,7 @@ def compute_batch_metrics(
         # by min and max: rounding can leave equal rewards a tiny deviation
         "groups/zero_std_frac": _mean(values.min() == values.max() for values in spread),
         "groups/reward_std/mean": _mean(values.std() for values in spread),
-        "groups/accepted_frac": Mean(accepted, accepted + len(filtered)),
+        "groups/accepted_frac": Mean(len(judged) - len(filtered), len(judged)),
         **compute_trajectory_metrics(trajectories),
         "perf/generate_s/mean": _mean(member.generate_s for member in members),
         "perf/reward_s/mean": _mean(one.reward_s for one in members if one.reward_s is not None),
@@ -81,9 +76,8 @@ def compute_trajectory_metrics(trajectories: Sequence[Sequence[Sample]]) -> dict
         return {}
     records = [one[-1].metadata[TRAJECTORY] for one in played]
     turns = [len(record["turns"]) for record in records]
-    ends = Counter(str(record["end"]) for record in records)
     # the name of a tool that there is not is the model's invention
-    calls = Counter(
+    calls = (
         "unknown" if call["outcome"] == "unknown" else f"{metric_segment(call['name'])}/{call['outcome']}"
         for record in records
         for turn in record["turns"]
@@ -98,14 +92,19 @@ def compute_trajectory_metrics(trajectories: Sequence[Sequence[Sample]]) -> dict
         ),
         "trajectories/restarts": Total(sum(record["restarts"] for record in records)),
         "trajectories/resumed": Total(sum(record["resumed"] for record in records)),
-        **{f"trajectories/ended/{end}": Total(count) for end, count in sorted(ends.items())},
-        **{f"tools/{name}": Total(count) for name, count in sorted(calls.items())},
+        **_count("trajectories/ended", (str(record["end"]) for record in records)),
+        **_count("tools", calls),
     }
 
 
 def metric_segment(name: str) -> str:
     """A user's name as part of a metric's name: lower case, anything but letters, digits and _ becomes _."""
     return re.sub(r"[^a-z0-9_]+", "_", name.lower()) or "unnamed"
+
+
+def _count(area: str, names: Iterable[str]) -> dict[str, Metric]:
+    """How often each of the names is there."""
+    return {f"{area}/{name}": Total(count) for name, count in sorted(Counter(names).items())}
 
 
 def _mean(values: Iterable[float]) -> Mean:

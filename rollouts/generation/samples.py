@@ -118,13 +118,10 @@ def compute_response_lengths(loss_masks: Sequence[BoolArray]) -> IntArray:
     return np.asarray([np.count_nonzero(mask) for mask in loss_masks], np.int64)
 
 
-def build_batch_metadata(
-    samples: Sequence[Sample], *, step: int | None = None, epoch: int | None = None
-) -> tuple[dict[str, JSONValue], ...]:
-    """One new dict per sample: its metadata and, where given, `step` and `epoch` under these names, in place
-    of what the sample has there.
+def build_batch_metadata(samples: Sequence[Sample], **added: JSONValue) -> tuple[dict[str, JSONValue], ...]:
+    """One new dict per sample: its metadata and what is added, such as `step` and `epoch`, in place of what
+    the sample has under these names.
     """
-    added = {name: number for name, number in (("step", step), ("epoch", epoch)) if number is not None}
     return tuple({**sample.metadata, **added} for sample in samples)
 
 

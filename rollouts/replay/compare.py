@@ -55,8 +55,7 @@ class ReplayedLoss(NamedTuple):
         """Whether loss and shares are. A NaN is never the same."""
         if self.logged is None:
             return True
-        allowed = TOLERANCE * max(FLOOR, abs(self.logged)) + self.rounding
-        close = abs(self.logged - self.replayed) <= allowed
+        close = self.difference <= TOLERANCE + self.rounding / max(FLOOR, abs(self.logged))
         return close and not (self.share_difference or 0.0) > TOLERANCE
 
 
@@ -115,8 +114,7 @@ def replay_step(root: Path, *, stage: str, step: int, update: int | None = None)
                 sum(one.rows for one in counted),
                 sum(one.tokens for one in counted),
                 logged,
-                float(np.average([one.replayed for one in counted], weights=weights)),
-                float(np.average([one.rounding for one in counted], weights=weights)),
+                *np.average([(one.replayed, one.rounding) for one in counted], 0, weights).tolist(),
             )
         )
     return StepReplay(describe_algorithm(algorithm), losses, problems)
