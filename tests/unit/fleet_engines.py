@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import trio
 import trio.testing
 
@@ -129,6 +130,11 @@ def fail(error: Exception, *, times: float = float("inf"), wait_s: float = 0.0) 
             raise error
 
     return script
+
+
+async def ask_in_vain(fleet: Fleet, kind: type[Exception], match: str | None = None):
+    with pytest.raises(kind, match=match):
+        await fleet.generate(ask("r"))
 
 
 async def hang(engine: FakeEngine, request: GenerateRequest) -> None:
