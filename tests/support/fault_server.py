@@ -238,11 +238,7 @@ def _mode(text: str):
 
 
 async def _answer(
-    process: SimulatedProcess,
-    server_id: str,
-    ids: list[int],
-    params: dict[str, Any],
-    adapter: str | None,
+    process: SimulatedProcess, server_id: str, ids: list[int], params: dict[str, Any], adapter: str | None
 ) -> Answer:
     sampling = SamplingParams(
         max_new_tokens=params.get("max_tokens", params.get("max_new_tokens", 16)),

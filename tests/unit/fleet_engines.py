@@ -137,7 +137,7 @@ async def ask_in_vain(fleet: Fleet, kind: type[Exception], match: str | None = N
         await fleet.generate(ask("r"))
 
 
-async def hang(engine: FakeEngine, request: GenerateRequest) -> None:
+async def hang(engine: FakeEngine, request: GenerateRequest):
     await trio.sleep_forever()
 
 
@@ -152,7 +152,7 @@ async def fleet_of(
         else Member(engine, restart=engine.restart, wait_exited=engine.wait_exited)
         for engine in engines
     ]
-    said: list[str] = [] if warnings is None else warnings
+    said = [] if warnings is None else warnings
     async with open_fleet(members, warn=said.append, **options) as fleet:
         if commit:
             update(fleet, 0)
@@ -162,7 +162,7 @@ async def fleet_of(
         assert all(not member.calls for member in fleet._members.values())
 
 
-def update(fleet: Fleet, version: int) -> None:
+def update(fleet: Fleet, version: int):
     for engine in fleet.members_for_update():
         fleet.close_admission(engine)
         engine.version = version
@@ -181,7 +181,7 @@ async def asking(
     """Requests of these names, sent at once in this order; by name, their answers and errors, which are
     complete after the context.
     """
-    results: dict[str, Completion | Exception] = {}
+    results = {}
 
     async def one(name):
         try:

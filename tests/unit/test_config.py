@@ -8,18 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollouts.config.aliases import ALIASES, REMOVED
-from rollouts.config.explain import (
-    config_keys,
-    describe_unknown_key,
-    explain_config,
-)
-from rollouts.config.load import (
-    check_same_run,
-    dump_config,
-    load_config,
-    load_recorded,
-    training_digest,
-)
+from rollouts.config.explain import config_keys, describe_unknown_key, explain_config
+from rollouts.config.load import check_same_run, dump_config, load_config, load_recorded, training_digest
 from rollouts.config.plugins import load_function
 from rollouts.config.schema import RunConfig
 from rollouts.data.curriculum import SourceStatistics

@@ -23,11 +23,7 @@ from rollouts.errors import (
     RequestRefused,
 )
 from rollouts.testing.engine_contracts import CHECKS, asked, make_request
-from tests.support.fault_plan import (
-    BadStatus,
-    Crash,
-    CutBody,
-)
+from tests.support.fault_plan import BadStatus, Crash, CutBody
 from tests.support.fault_server import FaultServer, Reply, open_fake_server
 from tests.support.text_tables import cases
 from tests.unit.server_engines import (
@@ -343,9 +339,6 @@ async def test_memory_is_released_only_while_nothing_runs_and_the_pause_survives
 
 
 async def test_closing_ends_whoever_waits(autojump_clock):
-    async with (
-        trio.open_nursery() as nursery,
-        open_both("vllm", token_s=30.0) as (_, engine),
-    ):
+    async with trio.open_nursery() as nursery, open_both("vllm", token_s=30.0) as (_, engine):
         nursery.start_soon(ask_in_vain, engine, EngineClosed)
         await trio.testing.wait_all_tasks_blocked()

@@ -17,8 +17,7 @@ from tests.support.fake_tokenizer import FAKE_END, FAKE_START, FakeTokenizer
 from tests.support.text_tables import cases
 
 BATCH = RolloutBatch(
-    tokens=(np.arange(4), np.arange(3)),
-    loss_masks=(np.array([0, 0, 1, 1], bool), np.array([0, 1, 1], bool)),
+    tokens=(np.arange(4), np.arange(3)), loss_masks=(np.array([0, 0, 1, 1], bool), np.array([0, 1, 1], bool))
 )
 
 

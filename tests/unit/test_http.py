@@ -118,7 +118,7 @@ def replying(*answers: bytes, hangs: bool = False) -> Handle:
     return handle
 
 
-async def ask_at_once(client: HttpClient, count: int) -> None:
+async def ask_at_once(client: HttpClient, count: int):
     async with trio.open_nursery() as nursery:
         for _ in range(count):
             nursery.start_soon(client.request, "GET", "/")

@@ -131,9 +131,7 @@ def test_an_attempt_that_left_only_such_rows_has_its_number_to_itself(tmp_path, 
 # --- a disk that refuses ------------------------------------------------------------------------------------
 
 
-def write_three(
-    monkeypatch: pytest.MonkeyPatch, path: Path, name: str, function: Callable[..., object]
-) -> None:
+def write_three(monkeypatch: pytest.MonkeyPatch, path: Path, name: str, function: Callable[..., object]):
     """Three lines, each a part; the os function of this name is replaced for the last two."""
     file = RecordFile(path, part_bytes=1)
     file.append(make_line(1))
