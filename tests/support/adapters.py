@@ -57,7 +57,7 @@ def wrap(model, **options):
     return peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**options)).eval()
 
 
-def fill(wrapped, weights: Mapping[str, Tensor]) -> None:
+def fill(wrapped, weights: Mapping[str, Tensor]):
     """Gives a model of `peft` these matrices, which are all that it has."""
     import peft
 

@@ -13,7 +13,7 @@ from rollouts.testing.torch_contracts import HERE, SFT, STEP, OpenBackend, make_
 from rollouts.types import LossSpec
 
 
-async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend) -> None:
+async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend):
     """Asked for, a step says of every token its log-prob, the loss's slope there and the correction's weight,
     as formulas have them; else nothing.
 
@@ -53,7 +53,7 @@ async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend) -> None:
     assert (mask & ~through).any(), "the batch has tokens that the clip cuts"
 
 
-async def check_entropies_come_with_log_probs(open_backend: OpenBackend) -> None:
+async def check_entropies_come_with_log_probs(open_backend: OpenBackend):
     """forward_with_entropy gives what forward gives, and entropies of the tokens that train, whose mean a
     step reports too, unless the head is a scalar.
     """
@@ -67,7 +67,7 @@ async def check_entropies_come_with_log_probs(open_backend: OpenBackend) -> None
     assert metric is None or abs(entropies.sum() / batch.response_lengths.sum() - metric.value) < 1e-5
 
 
-async def check_too_many_non_finite_steps_raise(open_backend: OpenBackend) -> None:
+async def check_too_many_non_finite_steps_raise(open_backend: OpenBackend):
     """The third in a row raises NonFiniteSteps; a good one in between starts the count again, and so does the
     error. A step that is given up does not stand between them.
     """

@@ -63,7 +63,7 @@ def find_differences(
 
     `stopped`: the right one was stopped on request, and may have the checkpoints of those moments besides.
     """
-    found: list[str] = []
+    found = []
     for name in ROW_FILES:
         found += _row_differences(name, read_comparable(left / name), read_comparable(right / name))
     for stage in stages:
@@ -91,7 +91,7 @@ def _checkpoint_differences(stage: str, left: Path, right: Path, *, stopped: boo
     lefts, rights = dict(list_checkpoints(left)), dict(list_checkpoints(right))
     if not lefts.keys() <= rights.keys() or (lefts.keys() != rights.keys() and not stopped):
         return [f"{stage} has the checkpoints {sorted(lefts)} on the left, {sorted(rights)} on the right"]
-    found: list[str] = []
+    found = []
     for step, path in lefts.items():
         ours, theirs = checkpoint_digests(path), checkpoint_digests(rights[step])
         names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
@@ -100,7 +100,7 @@ def _checkpoint_differences(stage: str, left: Path, right: Path, *, stopped: boo
     return found
 
 
-def assert_same_run(left: Path, right: Path, *, stopped: bool = False) -> None:
+def assert_same_run(left: Path, right: Path, *, stopped: bool = False):
     """Rows, and every file of every checkpoint: weights, optimizer, random state, the loop's state."""
     differences = find_differences(left, right, stopped=stopped)
     assert not differences, "\n".join(differences)

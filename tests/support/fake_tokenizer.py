@@ -15,7 +15,7 @@ class FakeTokenizer:
     all_special_tokens = list(SPECIAL)
     added_tokens_decoder: Mapping[int, Any] = {}
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.encoded: list[str] = []  # every text that was tokenized
 
     def apply_chat_template(

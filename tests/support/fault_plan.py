@@ -12,7 +12,7 @@ before the one it names: one that was busy with an earlier fault does not save a
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -131,7 +131,7 @@ def draw_fault_plan(
     """
     draw = random.Random(f"fault plan {seed}")
     lasts_s = draw.uniform(1, horizon_s / 2)
-    at_request: list[Callable[[], AnyFault]] = [
+    at_request = [
         lambda: Crash(restart_after_s=lasts_s),
         lambda: Hang(lasts_s),
         lambda: Slow(draw.choice([2.0, 10.0, 50.0]), lasts_s),
@@ -139,12 +139,12 @@ def draw_fault_plan(
         lambda: CutBody(draw.randrange(200)),
         lambda: BadReply(draw.choice(BAD_REPLY_KINDS)),
     ]
-    at_update: list[Callable[[], AnyFault]] = [
+    at_update = [
         lambda: UpdateFails(draw.choice(UPDATE_PHASES), draw.choice(["error", "error", "crash"])),
         StaleWeights,
         lambda: WrongVersion(draw.choice([-1, 1])),
     ]
-    faults: list[Fault] = []
+    faults = []
     for _ in range(count):
         engine, make = draw.choice(engines), draw.choice(at_request + at_update)
         if make in at_update:

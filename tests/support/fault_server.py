@@ -68,7 +68,7 @@ class FaultServer(httpx.AsyncBaseTransport):
         settings: Mapping[str, Any] | None = None,
         api_key: str | None = None,
         model: str = "simulated",
-    ) -> None:
+    ):
         """`settings` replace what it says of its own: vLLM's config, SGLang's /server_info."""
         self.process = process
         self.dialect: DialectName = dialect
@@ -238,11 +238,7 @@ def _mode(text: str):
 
 
 async def _answer(
-    process: SimulatedProcess,
-    server_id: str,
-    ids: list[int],
-    params: dict[str, Any],
-    adapter: str | None,
+    process: SimulatedProcess, server_id: str, ids: list[int], params: dict[str, Any], adapter: str | None
 ) -> Answer:
     sampling = SamplingParams(
         max_new_tokens=params.get("max_tokens", params.get("max_new_tokens", 16)),
@@ -277,7 +273,7 @@ async def _generate_vllm(process: SimulatedProcess, body: dict[str, Any]) -> Rep
     choice = {"finish_reason": answer.finish, "token_ids": answer.ids, "logprobs": {"content": entries}}
     if answer.spans is not None:
         choice["weight_versions"] = answer.spans
-    record: dict[str, Any] = {"request_id": server_id, "choices": [choice]}
+    record = {"request_id": server_id, "choices": [choice]}
     if "prompt_logprobs" in params:
         scored = zip(ids[1:], answer.prompt_log_probs[1:], strict=True)
         record["prompt_logprobs"] = [None, *({str(token): {"logprob": value}} for token, value in scored)]
@@ -330,7 +326,7 @@ async def _generate_sglang(process: SimulatedProcess, body: dict[str, Any]) -> R
     if adapter is not None and adapter not in process.adapters:
         raise BadAnswer(400, f"Got LoRA adapter that has never been loaded: {adapter}")
     answer = await _answer(process, rid, ids, body["sampling_params"], adapter)
-    meta: dict[str, Any] = {"id": rid, "finish_reason": {"type": answer.finish}}
+    meta = {"id": rid, "finish_reason": {"type": answer.finish}}
     if answer.finish != "abort" or answer.ids:
         meta["output_token_logprobs"] = [
             [log_prob if math.isfinite(log_prob) else None, token, None]

@@ -63,7 +63,7 @@ class Ended(NamedTuple):
 class ForkServer:
     """Made by open_fork_server. One run at a time; blocking."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str]):
         self._process = process
 
     def run(self, argv: Sequence[str], **options) -> Ended:
@@ -148,7 +148,7 @@ def open_fork_server(
 # --- the server's side --------------------------------------------------------------------------------------
 
 
-def main() -> None:
+def main():
     """Answers requests until stdin closes."""
     module, _, function = sys.argv[1].partition(":")
     for name in (module, *sys.argv[2:]):
@@ -178,7 +178,7 @@ def _start(program, request: Mapping[str, Any]) -> list[int]:
 
 def _watch(pids: Sequence[int], request: Mapping[str, Any], started: float) -> Ended:
     """How it ended. Whatever still runs is not reaped, so its id is still its own."""
-    codes: dict[int, int] = {}
+    codes = {}
     limit = started + request["limit_s"]
     kill_at = math.inf if request["kill_after_s"] is None else started + request["kill_after_s"]
     end_at = first_end = math.inf
@@ -206,7 +206,7 @@ def _watch(pids: Sequence[int], request: Mapping[str, Any], started: float) -> E
     return Ended((failed or [0])[0], ordered, ended - started, ended - first_end, timed_out, leftover)
 
 
-def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+def _signal(pids: Sequence[int], number: signal.Signals):
     for pid in pids:
         os.kill(pid, number)
 

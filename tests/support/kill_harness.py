@@ -123,7 +123,7 @@ class KillHarness:
         frozenset()
     )  # names that libraries leave in the temporary directory of a run that nobody killed, for the next one
 
-    def run_unbroken(self) -> None:
+    def run_unbroken(self):
         """Makes the run that others are compared with. Raises AssertionError if it breaks a promise by
         itself.
         """
@@ -141,8 +141,8 @@ class KillHarness:
         """
         out = self.root / name
         assert not out.exists(), f"{out} is there already"
-        attempts: list[Attempt] = []
-        violations: list[str] = []
+        attempts = []
+        violations = []
         for cut in [*cuts, UNDISTURBED]:
             committed, began = read_committed(out, self.job.stages), time.time()
             attempts.append(Attempt(cut, self._start(out, cut, resume=bool(attempts)), committed))
@@ -168,7 +168,7 @@ class KillHarness:
         attempts running. Of several ranks each is killed at its points, in the middle only: where in the run
         a rank dies is tried by the job of one rank. once: so it is with one rank too.
         """
-        plan: dict[str, list[Cut]] = {}
+        plan = {}
         thorough = self.job.ranks == 1 and not once
         for rank, reached in enumerate(self.reached):
             place = "" if self.job.ranks == 1 else f":{rank}"
@@ -287,8 +287,8 @@ def check_rows_of_attempt(out: Path, committed: Mapping[str, int], began_unix: f
     """Violations of: an attempt goes on with the step after the newest complete one, and has consecutive
     steps.
     """
-    found: list[str] = []
-    by_stage: dict[str, list[int]] = {}
+    found = []
+    by_stage = {}
     for row in read_rows(out / "metrics.jsonl"):
         if row["time_unix"] >= began_unix:
             by_stage.setdefault(row["stage"], []).append(row["step"])

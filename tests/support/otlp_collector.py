@@ -20,14 +20,14 @@ class Collector(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), CollectorHandler)
         self.faults: list[int] = []
         self.judge: Callable[[str, bytes], tuple[int, bytes]] = lambda path, body: (200, b"")
         self.bodies: dict[str, list[bytes]] = {"/v1/metrics": [], "/v1/traces": []}
         self.headers: list[dict[str, str]] = []
 
-    def handle_error(self, request: object, client_address: object) -> None:
+    def handle_error(self, request: object, client_address: object):
         """Clients that give up are part of the tests."""
 
     def points(self) -> list[tuple[str, int, float, dict[str, object]]]:
@@ -69,7 +69,7 @@ def read_steps(spans: list[Any]) -> list[Any]:
 class CollectorHandler(BaseHTTPRequestHandler):
     server: Collector  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
         status, answer = self.server.judge(self.path, body)
@@ -82,7 +82,7 @@ class CollectorHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(answer)
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+    def log_message(self, format: str, *args: object):  # noqa: A002
         """Nothing."""
 
 

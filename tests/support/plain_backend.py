@@ -71,7 +71,7 @@ def score_plainly(model, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
 
 def compute_plain_loss(model, batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
     """(the loss, its denominator) of a batch whose rows are scored each by itself; leaves the gradients."""
-    fields: dict[str, Any] = {
+    fields = {
         name: stack(rows) for name in LOSS_FIELDS.values() if (rows := getattr(batch, name)) is not None
     }
     log_probs, entropy = score_plainly(model, batch)
@@ -107,8 +107,6 @@ def compute_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> f
     return apart / (size or 1.0)
 
 
-def assert_gradients_close(
-    found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5
-) -> None:
+def assert_gradients_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5):
     """To `tolerance` of the norm of all gradients."""
     assert compute_difference(found, wanted) <= tolerance

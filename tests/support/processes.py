@@ -8,7 +8,7 @@ import psutil
 import trio
 
 
-async def wait_until(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
+async def wait_until(condition: Callable[[], bool], *, seconds: float = 60.0):
     with trio.fail_after(seconds):
         while not condition():  # noqa: ASYNC110
             await trio.sleep(0.01)
@@ -29,7 +29,7 @@ def find_descendants(of: int | None = None) -> set[int]:
 
 def find_processes(mark: str) -> list[psutil.Process]:
     """Other living processes that have the text in their environment or command line."""
-    found: list[psutil.Process] = []
+    found = []
     for one in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it has ended, or is not ours
             if one.pid != os.getpid() and mark in f"{one.environ()} {one.cmdline()}":

@@ -8,10 +8,10 @@ import pytest
 
 def record_writes(monkeypatch: pytest.MonkeyPatch, method: str) -> list[str]:
     """The fsyncs and the calls of a method of Path that gives another name, as they happen from now on."""
-    calls: list[str] = []
+    calls = []
     fsync, give = os.fsync, getattr(Path, method)
 
-    def record_fsync(descriptor: int) -> None:
+    def record_fsync(descriptor: int):
         name = Path(f"/proc/self/fd/{descriptor}").readlink().name
         calls.append(f"fsync {name}")
         fsync(descriptor)

@@ -57,7 +57,7 @@ class ConnectionLost(Exception):
 class BadAnswer(Exception):
     """The server answers with a status that is no success."""
 
-    def __init__(self, status: int, message: str, *, retry_after_s: int | None = None) -> None:
+    def __init__(self, status: int, message: str, *, retry_after_s: int | None = None):
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
@@ -107,7 +107,7 @@ class SimulatedProcess:
         vocab_size: int = 258,
         context_length: int = 4096,
         read_weights: ReadWeights | None = None,
-    ) -> None:
+    ):
         self.name, self.speed = name, speed or ServerSpeed()
         self.vocab_size, self.context_length = vocab_size, context_length
         self.pending = [fault for fault in plan if fault.engine == name]
@@ -120,7 +120,7 @@ class SimulatedProcess:
         self._changed = trio.Event()
         self._start()
 
-    def _start(self) -> None:
+    def _start(self):
         self.up = True
         self.weights, self.version_name = BASE_WEIGHTS, BASE_VERSION
         self.adapters: dict[str, str] = {}  # by name what they make of the model, in order of their loading
@@ -133,7 +133,7 @@ class SimulatedProcess:
 
     # --- life
 
-    def crash(self) -> None:
+    def crash(self):
         """Ends the process now: whoever waits for an answer gets ConnectionLost."""
         self.up = False
         self.incarnation += 1
@@ -148,7 +148,7 @@ class SimulatedProcess:
             await self._changed.wait()
         return f"{self.name}: killed by signal 9"
 
-    async def restart(self, after_s: float = 0.0) -> None:
+    async def restart(self, after_s: float = 0.0):
         """Another process, which serves after `after_s` and speed.start_s: base weights, not named."""
         if self.up:
             self.crash()
@@ -166,7 +166,7 @@ class SimulatedProcess:
     def hung(self) -> bool:
         return trio.current_time() < self._hung_until
 
-    def strike(self, fault: Fault) -> None:
+    def strike(self, fault: Fault):
         """A fault of the whole process happens, or is noted as having happened."""
         self.struck.append(fault)
         if fault in self.pending:
@@ -181,17 +181,17 @@ class SimulatedProcess:
             case Slow(factor=factor, for_s=for_s):
                 self._slow_factor, self._slow_until = factor, trio.current_time() + for_s
 
-    def hang(self, for_s: float = math.inf) -> None:
+    def hang(self, for_s: float = math.inf):
         """From now on calls are accepted and not answered, and nothing is decoded."""
         self._hung_until = trio.current_time() + for_s
         if for_s < math.inf:
             self._nursery.start_soon(self._wake_at, self._hung_until)
 
-    async def _wake_at(self, when: float) -> None:
+    async def _wake_at(self, when: float):
         await trio.sleep_until(when)
         self.notify()
 
-    async def strike_later(self, fault: Fault, at_s: float) -> None:
+    async def strike_later(self, fault: Fault, at_s: float):
         await trio.sleep(at_s)
         if self.up:
             self.strike(fault)
@@ -241,7 +241,7 @@ class SimulatedProcess:
         await self.wait_until(lambda: running.stop.is_set() or self._may_run(running))
         running.has_slot = True
         self.notify()
-        versions: list[str] = []
+        versions = []
         limit, stops = request.sampling.max_new_tokens, request.sampling.stop_token_ids
         planned = draw_tokens(request, self.vocab_size)
         for token in planned[:limit]:
@@ -282,7 +282,7 @@ class SimulatedProcess:
 
     # --- control
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode):
         """abort: answers all with what they have; wait: returns when what is in a slot is done; keep: freezes
         at once.
         """
@@ -294,7 +294,7 @@ class SimulatedProcess:
         if mode != "keep":
             await self.wait_until(lambda: len(self.waiting) == len(self.running))
 
-    async def resume(self) -> None:
+    async def resume(self):
         await self.enter(self.speed.control_s)
         if self._update == "loaded":
             await self._fail_phase("resume", self.loads - 1)
@@ -302,14 +302,14 @@ class SimulatedProcess:
         self.paused = None
         self.notify()
 
-    async def load_weights(self, path: Path) -> None:
+    async def load_weights(self, path: Path):
         """Serves what read_weights() finds at `path`, under the old version. Raises BadAnswer(400) if there
         is nothing.
         """
         weights = await self._read(path)
         self.weights = weights or self.weights
 
-    async def load_adapter(self, name: str, path: Path) -> None:
+    async def load_adapter(self, name: str, path: Path):
         """As load_weights, upon the weights, for requests that name it. Stale: it is what the last one is."""
         if name in self.adapters:
             raise BadAnswer(400, f"{name} is already loaded")
@@ -326,7 +326,7 @@ class SimulatedProcess:
         await self.enter(self.speed.load_s)
         return None if self._take("at_update", index, StaleWeights) else weights
 
-    async def set_version(self, name: str) -> None:
+    async def set_version(self, name: str):
         """Names the weights; tokens from now on carry the name."""
         await self.enter(self.speed.control_s)
         if name.isdecimal():
@@ -339,7 +339,7 @@ class SimulatedProcess:
         await self.enter(self.speed.control_s)
         return hashlib.sha256(self.weights.encode()).hexdigest()
 
-    async def abort(self, server_ids: list[str], *, lost: bool = False) -> None:
+    async def abort(self, server_ids: list[str], *, lost: bool = False):
         """Answers these requests with what they have, or with nothing; SGLang aborts every id that begins
         with one of them.
         """
@@ -350,7 +350,7 @@ class SimulatedProcess:
                 running.stop.set()
         self.notify()
 
-    async def _fail_phase(self, phase: UpdatePhase, index: int) -> None:
+    async def _fail_phase(self, phase: UpdatePhase, index: int):
         """Does what the plan says of this phase of the index-th update."""
         refused, self._refused = self._refused, []
         if phase in refused:
@@ -369,17 +369,17 @@ class SimulatedProcess:
 
     # --- waiting
 
-    def notify(self) -> None:
+    def notify(self):
         changed, self._changed = self._changed, trio.Event()
         changed.set()
 
-    async def enter(self, seconds: float = 0.0) -> None:
+    async def enter(self, seconds: float = 0.0):
         """The way in of every call."""
         with trio.move_on_after(seconds):
             await self.wait_until(lambda: False)
         await self.wait_until(lambda: not self.hung)
 
-    async def wait_until(self, condition: Callable[[], bool]) -> None:
+    async def wait_until(self, condition: Callable[[], bool]):
         """Returns when `condition()` holds. Raises ConnectionLost."""
         incarnation = self.incarnation
         await trio.lowlevel.checkpoint()
@@ -449,7 +449,7 @@ def find_spans(versions: list[str]) -> list[VersionSpan]:
     return [VersionSpan(versions[start], start, end) for start, end in zip(starts, ends, strict=False)]
 
 
-def spoil_answer(answer: Answer, kind: str, vocab_size: int, limit: int) -> None:
+def spoil_answer(answer: Answer, kind: str, vocab_size: int, limit: int):
     """The answer, which has tokens, as a server that is broken in this way gives it."""
     count = len(answer.ids)
     match kind:

@@ -79,7 +79,7 @@ def make_span(step: int, **fields: object):
     )
 
 
-def append(root: Path, *rows: dict[str, object], file: str = "metrics", part: int = 0) -> None:
+def append(root: Path, *rows: dict[str, object], file: str = "metrics", part: int = 0):
     with (root / (f"{file}.{part}.jsonl" if part else f"{file}.jsonl")).open("a") as opened:
         opened.write("".join(json.dumps(row) + "\n" for row in rows))
 

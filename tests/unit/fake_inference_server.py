@@ -27,7 +27,7 @@ def read_key() -> str:
     return os.environ["VLLM_API_KEY"]
 
 
-def fork_stray(write_fd: int, *, depth: int) -> None:
+def fork_stray(write_fd: int, *, depth: int):
     """A child that leaves the session, ignores SIGTERM and has a child like itself; ids go to the pipe."""
     if os.fork():
         return

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import trio
 import trio.testing
 
@@ -131,7 +132,12 @@ def fail(error: Exception, *, times: float = float("inf"), wait_s: float = 0.0) 
     return script
 
 
-async def hang(engine: FakeEngine, request: GenerateRequest) -> None:
+async def ask_in_vain(fleet: Fleet, kind: type[Exception], match: str | None = None):
+    with pytest.raises(kind, match=match):
+        await fleet.generate(ask("r"))
+
+
+async def hang(engine: FakeEngine, request: GenerateRequest):
     await trio.sleep_forever()
 
 
@@ -146,7 +152,7 @@ async def fleet_of(
         else Member(engine, restart=engine.restart, wait_exited=engine.wait_exited)
         for engine in engines
     ]
-    said: list[str] = [] if warnings is None else warnings
+    said = [] if warnings is None else warnings
     async with open_fleet(members, warn=said.append, **options) as fleet:
         if commit:
             update(fleet, 0)
@@ -156,7 +162,7 @@ async def fleet_of(
         assert all(not member.calls for member in fleet._members.values())
 
 
-def update(fleet: Fleet, version: int) -> None:
+def update(fleet: Fleet, version: int):
     for engine in fleet.members_for_update():
         fleet.close_admission(engine)
         engine.version = version
@@ -175,7 +181,7 @@ async def asking(
     """Requests of these names, sent at once in this order; by name, their answers and errors, which are
     complete after the context.
     """
-    results: dict[str, Completion | Exception] = {}
+    results = {}
 
     async def one(name):
         try:

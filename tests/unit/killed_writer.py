@@ -16,7 +16,7 @@ from rollouts.types import Sample
 from tests.support.made_updates import make_update
 
 
-async def write(run_dir: RunDir, said: int, attempt: int, first_step: int, part_bytes: int) -> None:
+async def write(run_dir: RunDir, said: int, attempt: int, first_step: int, part_bytes: int):
     texts = ["x" * (300_000 if index == 0 else 500) for index in range(4)]  # one that takes a while to write
     samples = tuple(
         Sample(id=f"s{index}", prompt="p", response=text, tokens=np.arange(3), loss_mask=np.array([0, 1, 1]))
@@ -35,7 +35,7 @@ async def write(run_dir: RunDir, said: int, attempt: int, first_step: int, part_
             os.write(said, b"%d\n" % step)
 
 
-def arm(nth: int, said: int) -> None:
+def arm(nth: int, said: int):
     """Patches os.write, or os.open, to die; but what is `said` is written whole."""
     count, write_, open_ = itertools.count(1), os.write, os.open
 
@@ -58,9 +58,7 @@ def arm(nth: int, said: int) -> None:
         os.open = open_and_die  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def run_writer(
-    folder: Path, output: Connection, nth: int, attempt: int, first_step: int, part_bytes: int
-) -> None:
+def run_writer(folder: Path, output: Connection, nth: int, attempt: int, first_step: int, part_bytes: int):
     """Writes to `output` each step that is logged.
 
     nth: 0 waits for a kill from outside; n above 0 dies inside the n-th write, having written half of it, as

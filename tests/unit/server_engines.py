@@ -41,7 +41,7 @@ async def open_engine(dialect: DialectName, **options) -> AsyncIterator[ServerEn
         yield engine
 
 
-def strike(server: FaultServer, what: AnyFault, *, update: bool = False) -> None:
+def strike(server: FaultServer, what: AnyFault, *, update: bool = False):
     """`what` happens at the next request, or the next update."""
     process = server.process
     moment = {"at_update": process.loads} if update else {"at_request": process.requests}
@@ -54,7 +54,7 @@ def write_snapshot(path: Path, value: float = 1.0) -> Path:
     return path
 
 
-async def update(engine: ServerEngine, path: Path, version: int) -> None:
+async def update(engine: ServerEngine, path: Path, version: int):
     await engine.pause("abort")
     try:
         await engine.update_weights_from_checkpoint(path, version)
@@ -62,5 +62,5 @@ async def update(engine: ServerEngine, path: Path, version: int) -> None:
         await engine.resume()
 
 
-async def never(body) -> None:
+async def never(body):
     await trio.sleep_forever()

@@ -198,10 +198,7 @@ def test_a_function_of_ones_own_answers_per_row_or_per_token():
         (np.float64(1.0), "answered with float64"),
         ([1.0, float("nan")], "answered for row 1 with nan"),
         ([1.0, 1e39], r"answered for row 1 with 1e\+39; an advantage is one finite number \(float32\)"),
-        (
-            [np.ones(2), np.asarray([np.inf])],
-            r"answered for row 1 with shape \(1,\)",
-        ),
+        ([np.ones(2), np.asarray([np.inf])], r"answered for row 1 with shape \(1,\)"),
         (np.ones((2, 1, 1)), r"answered for row 0 with shape \(1, 1\)"),
     ],
 )

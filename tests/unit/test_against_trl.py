@@ -36,11 +36,7 @@ LossAndMetrics = tuple[Tensor, dict[str, float]]
 V = 7
 CHOSEN = [[0, 1, 2, 3, 4], [0, 6, 5, 1], [0, 3]]  # the prompt is the first token
 REJECTED = [[0, 2, 2], [0, 4, 1, 3, 6], [0, 5, 6, 2]]
-SAME_LENGTH = [
-    [0, 1, 2, 3],
-    [0, 6, 5, 1],
-    [0, 3, 3, 4],
-]  # where TRL's likelihood is over all tokens
+SAME_LENGTH = [[0, 1, 2, 3], [0, 6, 5, 1], [0, 3, 3, 4]]  # where TRL's likelihood is over all tokens
 LABELS = [True, False, True]
 
 # TRL's name, ours, our parameters, and the mean loss by TRL 1.16.0
@@ -229,7 +225,7 @@ def trl_kto(trl, weights: Tensor, loss_type: str) -> LossAndMetrics:
 
 def trl_without_reference(kind, weights: Tensor, **fields) -> LossAndMetrics:
     """ORPO and CPO."""
-    batch: dict[str, Tensor] = {}
+    batch = {}
     for side, rows in (("chosen", SAME_LENGTH), ("rejected", REJECTED)):
         ids, mask = stack(rows)
         inside = mask | (torch.arange(ids.shape[1]) == 0)

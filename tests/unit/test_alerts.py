@@ -22,7 +22,7 @@ from tests.support.tracker_runs import append, make_row
 
 def look(root: Path, settings: str, *rows: dict[str, object], mark: str = "{}") -> tuple[list[str], str]:
     """What is said of the rows, and the mark after them."""
-    said: list[str] = []
+    said = []
     root.mkdir(exist_ok=True)
     (root / "config.toml").write_text(f"[alerts]\n{settings}")
     sink = sink_alerts.open_sink(RunInfo("id", "r", root, {}, {}, json.loads(mark), said.append))

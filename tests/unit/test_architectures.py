@@ -119,7 +119,7 @@ def make_rows(*lengths: int) -> RolloutBatch:
     )
 
 
-async def check_exact(model, slow, batch: RolloutBatch | None = None, **options) -> None:
+async def check_exact(model, slow, batch: RolloutBatch | None = None, **options):
     """Log-probs, loss and gradients of REINFORCE over all tokens are those of each row by itself."""
     batch = batch or make_batch(temperature=0.7)
     wanted_loss, _ = compute_plain_loss(slow, batch, LossSpec("reinforce"))
@@ -250,7 +250,7 @@ async def test_dropout_is_off_even_if_the_model_came_in_training_mode():
 
 def saved_bytes(model, batch: RolloutBatch) -> tuple[int, dict[str, Tensor]]:
     """Bytes that the graph keeps for the gradient, and the gradients."""
-    kept: dict[int, int] = {}
+    kept = {}
 
     def pack(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

@@ -57,13 +57,7 @@ async def test_a_batch_has_all_rows_in_launch_order_with_everything_a_loss_needs
     assert batch.group_indices.tolist() == [0, 0, 0, 1, 1, 1]
     assert batch.rewards.dtype == np.float32
     assert batch.rewards.tolist() == [0, 1, 2, 0, 1, 2] and batch.temperature == 1.0
-    columns = zip(
-        batch.tokens,
-        batch.loss_masks,
-        batch.rollout_log_probs,
-        batch.weight_versions,
-        strict=True,
-    )
+    columns = zip(batch.tokens, batch.loss_masks, batch.rollout_log_probs, batch.weight_versions, strict=True)
     for sample, row in zip(batch.samples, columns, strict=True):
         own = (sample.tokens, sample.loss_mask, sample.rollout_log_probs, sample.weight_versions)
         assert all(one is other for one, other in zip(own, row, strict=True))

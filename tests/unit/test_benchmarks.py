@@ -103,9 +103,7 @@ def test_every_part_of_the_gpu_suite_runs_at_a_tiny_size():
     assert {name: value for part in parts for name, value in part["metrics"].items()} == found["metrics"]
 
 
-async def test_a_part_that_fails_is_reported_and_its_numbers_have_a_reason(
-    capsys,
-):
+async def test_a_part_that_fails_is_reported_and_its_numbers_have_a_reason(capsys):
 
     async def fail(place, report):
         report.add("first", 1.0)

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rollouts.data.chat import (
-    compute_loss_mask,
-    render_prompt,
-    tokenize_conversation,
-    tokenize_prompt,
-)
+from rollouts.data.chat import compute_loss_mask, render_prompt, tokenize_conversation, tokenize_prompt
 from rollouts.errors import DataError, ModelError
 from tests.support.text_tables import cases
 from tests.unit.chat_tokenizers import (
@@ -68,15 +63,6 @@ def marked(messages: list[Any], tokenizer: PreTrainedTokenizerFast, **options) -
 
 # --- talks of two answers -----------------------------------------------------------------------------------
 
-LLAMA_SYSTEM = """<|begin_of_text|><|start_header_id|>system<|end_header_id|>
-
-Cutting Knowledge Date: December 2023
-Today Date: 26 Jul 2024
-
-"""
-QWEN_SYSTEM = (
-    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-)
 TALKS = {
     "chatml": """<|im_start|>user
 3+4?<|im_end|>
@@ -87,9 +73,12 @@ TALKS = {
 <|im_start|>assistant
 ⟦4<|im_end|>⟧
 """,
-    "llama3_1": (
-        LLAMA_SYSTEM
-        + """<|eot_id|><|start_header_id|>user<|end_header_id|>
+    "llama3_1": """<|begin_of_text|><|start_header_id|>system<|end_header_id|>
+
+Cutting Knowledge Date: December 2023
+Today Date: 26 Jul 2024
+
+<|eot_id|><|start_header_id|>user<|end_header_id|>
 
 3+4?<|eot_id|><|start_header_id|>assistant<|end_header_id|>
 
@@ -97,11 +86,10 @@ TALKS = {
 
 2+2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>
 
-⟦4<|eot_id|>⟧"""
-    ),
-    "qwen2_5": (
-        QWEN_SYSTEM
-        + """<|im_start|>user
+⟦4<|eot_id|>⟧""",
+    "qwen2_5": """<|im_start|>system
+You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>
+<|im_start|>user
 3+4?<|im_end|>
 <|im_start|>assistant
 ⟦It is 7.<|im_end|>⟧
@@ -109,8 +97,7 @@ TALKS = {
 2+2?<|im_end|>
 <|im_start|>assistant
 ⟦4<|im_end|>⟧
-"""
-    ),
+""",
     "gemma": """<bos><start_of_turn>user
 3+4?<end_of_turn>
 <start_of_turn>model

@@ -64,7 +64,7 @@ async def save(stage_dir: Path, step: int, held: Trained) -> Path:
     return path
 
 
-def assert_loads(checkpoint: Path, held: Trained) -> None:
+def assert_loads(checkpoint: Path, held: Trained):
     """Its bytes are as they were written, and a fresh model and optimizer take them."""
     check_checkpoint(checkpoint, hashes=True)
     model = make_model(259)

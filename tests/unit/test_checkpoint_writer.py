@@ -81,12 +81,7 @@ class Done:
 
 
 def open_writer(
-    backend: object,
-    tmp_path: Path,
-    warnings: list[str],
-    *,
-    keep: Keep | None = None,
-    **parts: object,
+    backend: object, tmp_path: Path, warnings: list[str], *, keep: Keep | None = None, **parts: object
 ) -> AbstractAsyncContextManager[CheckpointWriter]:
     return open_checkpoint_writer(
         {"": backend, **parts},

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -27,12 +28,7 @@ from rollouts.checkpoints.load import (
     load_trainer_state,
     read_manifest,
 )
-from rollouts.checkpoints.retention import (
-    apply_retention,
-    choose_checkpoint,
-    read_scores,
-    remove_incomplete,
-)
+from rollouts.checkpoints.retention import apply_retention, choose_checkpoint, read_scores, remove_incomplete
 from rollouts.checkpoints.save import find_os_error, save_checkpoint
 from rollouts.errors import CheckpointError, RunDirError, StorageError
 from rollouts.run_dir import RunDir, check_links, checkpoint_manifest
@@ -42,7 +38,7 @@ from tests.support.text_tables import cases, write_jsonl
 STATE = {"cursor": 7, "returned": ["a", "b"], "nested": {"x": 0.5, "none": None}}
 
 
-async def write_small_model(path: Path) -> None:
+async def write_small_model(path: Path):
     (path / "config.json").write_text('{"a": 1}')
     (path / "model.safetensors").write_bytes(bytes(range(200)))
     (path / "state").mkdir()
@@ -50,7 +46,7 @@ async def write_small_model(path: Path) -> None:
     await trio.lowlevel.checkpoint()
 
 
-async def refuse_to_write(_path: Path) -> None:
+async def refuse_to_write(_path: Path):
     pytest.fail("wrote a model")
 
 
@@ -104,18 +100,13 @@ async def test_the_newest_is_by_number_and_other_names_are_passed_over(stage_dir
 async def test_a_kill_at_any_step_of_the_writer_leaves_the_older_or_the_newer_complete(
     stage_dir, monkeypatch
 ):
-    class Killed(BaseException):
-        pass
-
-    def die(*_args, **_kwargs):
-        raise Killed
-
+    killed = Mock(side_effect=SystemExit)
     older = await save(stage_dir, 1)
     steps = ["compute_manifest", "fsync_tree", "encode_manifest", "fsync_path", "read_back", "rename"]
     for number, name in enumerate(steps, start=2):
         with monkeypatch.context() as patch:
-            patch.setattr(*((Path, "rename") if name == "rename" else (save_module, name)), die)
-            with pytest.raises(Killed):
+            patch.setattr(*((Path, "rename") if name == "rename" else (save_module, name)), killed)
+            with pytest.raises(SystemExit):
                 await save(stage_dir, number)
         assert find_newest_checkpoint(stage_dir) == older
         check_checkpoint(older, hashes=True)
@@ -241,7 +232,7 @@ async def test_retention_never_removes_the_newest_or_the_best(stage_dir, tmp_pat
     assert read_scores(RunDir(tmp_path / "nothing"), "rl", "x") == {}
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+def write_rows(path: Path, rows: Sequence[Mapping[str, object]]):
     write_jsonl(path, *({"stage": "rl", "name": "heldout", **row} for row in rows))
 
 

@@ -8,18 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollouts.config.aliases import ALIASES, REMOVED
-from rollouts.config.explain import (
-    config_keys,
-    describe_unknown_key,
-    explain_config,
-)
-from rollouts.config.load import (
-    check_same_run,
-    dump_config,
-    load_config,
-    load_recorded,
-    training_digest,
-)
+from rollouts.config.explain import config_keys, describe_unknown_key, explain_config
+from rollouts.config.load import check_same_run, dump_config, load_config, load_recorded, training_digest
 from rollouts.config.plugins import load_function
 from rollouts.config.schema import RunConfig
 from rollouts.data.curriculum import SourceStatistics
@@ -46,6 +36,11 @@ def write(tmp_path):
     return lambda text: (path.write_text(text, encoding="utf-8"), path)[1]
 
 
+@pytest.fixture
+def load(write):
+    return lambda text, *overrides: load_config(write(text), overrides)
+
+
 def problems_of(path: Path, overrides: Sequence[str] = ()) -> list[str]:
     """The lines of the message, without the file's name and line in front."""
     with pytest.raises(ConfigError) as caught:
@@ -57,38 +52,38 @@ def problems_of(path: Path, overrides: Sequence[str] = ()) -> list[str]:
 # --- values -------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_file_is_the_defaults(write):
-    assert load_config(write("")) == RunConfig()
+def test_an_empty_file_is_the_defaults(load):
+    assert load("") == RunConfig()
 
 
-def test_a_whole_number_is_a_number_but_text_is_not(write):
-    config = load_config(write(RL.replace("steps = 4", "steps = 4\nclip_low = 1")))
+def test_a_whole_number_is_a_number_but_text_is_not(write, load):
+    config = load(RL.replace("steps = 4", "steps = 4\nclip_low = 1"))
     assert config.rl.clip_low == 1.0
     assert problems_of(write(SFT.replace("3", '"8"'))) == ['sft.steps = "8": Input should be a valid integer']
 
 
-def test_an_sft_optimizer_table_that_leaves_lr_out_keeps_the_sft_default(write):
-    config = load_config(write(SFT + "[sft.optim]\nwarmup_steps = 2\n"))
+def test_an_sft_optimizer_table_that_leaves_lr_out_keeps_the_sft_default(load):
+    config = load(SFT + "[sft.optim]\nwarmup_steps = 2\n")
     assert (config.sft.optim.lr, config.sft.optim.warmup_steps) == (1e-4, 2)
-    config = load_config(write(SFT + "[sft.optim]\nlr = 0.5\n"))
+    config = load(SFT + "[sft.optim]\nlr = 0.5\n")
     assert config.sft.optim.lr == 0.5
 
 
-def test_the_word_none_switches_off_a_nullable_number(write):
-    config = load_config(write(RL + '[rl.optim]\nmax_grad_norm = "none"\n'))
+def test_the_word_none_switches_off_a_nullable_number(load):
+    config = load(RL + '[rl.optim]\nmax_grad_norm = "none"\n')
     assert config.rl.optim.max_grad_norm is None
-    assert load_config(write(RL), ["--rl.optim.max_grad_norm", "none"]) == config
+    assert load(RL, "--rl.optim.max_grad_norm", "none") == config
 
 
 # --- flags --------------------------------------------------------------------------------------------------
 
 
-def test_flags_are_read_as_their_setting_asks(write):
+def test_flags_are_read_as_their_setting_asks(load):
     flags = """--name 8 --deterministic true --seed 3 --rl.optim.lr 1e-6 --rl.clip_high=1
         --rl.rollout.filters '["a", "b"]' --rl.loss_params.x 3 --rl.loss_params.mode hard
         --rl.data.params.deep.list '[1, 2]' --rl.data.system_prompt '"quoted = yes"' --model.autocast off
         --model.gradient_checkpointing True"""
-    config = load_config(write(RL), shlex.split(flags))
+    config = load(RL, *shlex.split(flags))
     assert (config.name, config.deterministic, config.seed, config.model.autocast) == ("8", True, 3, "off")
     assert config.model.gradient_checkpointing is True
     assert (config.rl.optim.lr, config.rl.clip_high, config.rl.rollout.filters) == (1e-6, 1.0, ["a", "b"])
@@ -230,7 +225,7 @@ def test_a_setting_that_is_gone_is_refused_with_what_replaces_it_and_left_out_of
     assert load_recorded(write("seed = 3\n" + text)) == RunConfig(seed=3)
 
 
-def test_what_replaces_a_setting_that_is_gone_has_its_recorded_value(write):
+def test_what_replaces_a_setting_that_is_gone_has_its_recorded_value(write, load):
     algorithm = """steps = 4
 recompute_old = true
 importance_cap = 3.0
@@ -255,7 +250,7 @@ policy_weight = 0.5
     assert config.rl.loss_params == {"importance_cap": 3.0}
     assert config.rl.data[0].dataset == "a/b:c"
     assert config.reference.rule() == (0.5, 2)
-    assert load_config(write(dump_config(config))) == config
+    assert load(dump_config(config)) == config
     assert config.rl.changes[0].model_fields_set == {"kl_coef", "from_step"}
 
 
@@ -292,14 +287,14 @@ def elsewhere(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_paths_in_the_file_are_relative_to_the_file(write, tmp_path):
+def test_paths_in_the_file_are_relative_to_the_file(load, tmp_path):
     (tmp_path / "model").mkdir()
     text = (
         'model = { name = "model" }\n'
         + RL.replace("rewards.py", "../rewards.py")
         + 'filters = ["mean", "f.py:keep", "pkg.mod:keep"]\nresponse_template = "read.json"\n'
     )
-    config = load_config(write(text))
+    config = load(text)
     assert config.rl.data[0].path == str(tmp_path / "train.jsonl")
     assert config.rl.rollout.reward == f"{tmp_path.parent / 'rewards.py'}:score"
     assert config.rl.rollout.filters == ["mean", f"{tmp_path / 'f.py'}:keep", "pkg.mod:keep"]
@@ -317,18 +312,18 @@ models/x.gguf                 | models/x.gguf
 ./gone                        | gone
 saved                         | saved
 """)
-def test_a_name_is_a_path_if_it_says_so_or_is_there(write, tmp_path, name, path):
+def test_a_name_is_a_path_if_it_says_so_or_is_there(load, tmp_path, name, path):
     (tmp_path / "saved").mkdir()
     expected = str(tmp_path / path) if path else name
-    assert load_config(write(f'model = {{ name = "{name}" }}')).model.name == expected
+    assert load(f'model = {{ name = "{name}" }}').model.name == expected
     for kind, found in (("hf", expected), ("reasoning_gym", name)):
         source = f'"{kind}", size = 3, dataset = "{name}"'
-        config = load_config(write(RL.replace('"jsonl", path = "train.jsonl"', source)))
+        config = load(RL.replace('"jsonl", path = "train.jsonl"', source))
         assert config.rl.data[0].dataset == found
 
 
-def test_paths_in_flags_are_relative_to_the_working_directory(write, elsewhere):
-    config = load_config(write(RL), ["--rl.data.path", "here.jsonl", "--rl.rollout.reward", "r.py:f"])
+def test_paths_in_flags_are_relative_to_the_working_directory(load, elsewhere):
+    config = load(RL, "--rl.data.path", "here.jsonl", "--rl.rollout.reward", "r.py:f")
     assert config.rl.data[0].path == str(elsewhere / "here.jsonl")
     assert config.rl.rollout.reward == f"{elsewhere / 'r.py'}:f"
 
@@ -353,8 +348,8 @@ params = { min_terms = 2, deep = { a = [1] } }
 """
 
 
-def test_a_dumped_config_loads_back_equal(write, tmp_path):
-    config = load_config(write('name = "ü \\" x"\n' + SFT + RL + MORE))
+def test_a_dumped_config_loads_back_equal(load, tmp_path):
+    config = load('name = "ü \\" x"\n' + SFT + RL + MORE)
     saved = tmp_path / "runs" / "config.toml"
     saved.parent.mkdir()
     saved.write_text(dump_config(config), encoding="utf-8")
@@ -380,9 +375,9 @@ deterministic = true | {FASTER} | no
                      | --rl.data.path other.jsonl    | no
                      | --rl.changes.loss ppo_clip    | no
 """)
-def test_a_resumed_run_may_change_what_it_writes_but_not_what_it_computes(write, text, flags, same: bool):
+def test_a_resumed_run_may_change_what_it_writes_but_not_what_it_computes(load, text, flags, same: bool):
     text += SFT + RL + "[[rl.changes]]\nfrom_step = 2\nclip_low = 0.3\n"
-    saved, now = (load_config(write(text), words) for words in ([], flags.split()))
+    saved, now = (load(text, *words) for words in ([], flags.split()))
     assert (training_digest(saved) == training_digest(now)) is same
     if same:
         check_same_run(saved, now)
@@ -391,11 +386,9 @@ def test_a_resumed_run_may_change_what_it_writes_but_not_what_it_computes(write,
             check_same_run(saved, now)
 
 
-def test_the_training_digest_knows_files_by_name_and_not_by_place(write, tmp_path):
-    here, there = (
-        load_config(write(RL), ["--model.chat_template", f"{tmp_path}/{name}"]) for name in ("a/x", "b/x")
-    )
-    assert training_digest(here) == training_digest(there) != training_digest(load_config(write(RL)))
+def test_the_training_digest_knows_files_by_name_and_not_by_place(load, tmp_path):
+    here, there = (load(RL, "--model.chat_template", f"{tmp_path}/{name}") for name in ("a/x", "b/x"))
+    assert training_digest(here) == training_digest(there) != training_digest(load(RL))
 
 
 # --- what the pages say -------------------------------------------------------------------------------------
@@ -407,13 +400,13 @@ def blocks_of(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("block", blocks_of("data.md", "toml"))
-def test_every_example_of_docs_data_md_loads(write, block):
+def test_every_example_of_docs_data_md_loads(load, block):
     rest = 'steps = 1\n[rl.rollout]\nreward = "r.py:f"\n'
     source = '[rl.data]\nkind = "jsonl"\npath = "x.jsonl"\n'
     if block.startswith("columns"):
         block = source + block
     text = f"{block}{rest}{source}" if block.startswith("[rl]\n") else f"[rl]\n{rest}{block}"
-    assert load_config(write(text)).rl.data
+    assert load(text).rl.data
 
 
 def test_the_python_examples_of_docs_data_md_run(tmp_path):

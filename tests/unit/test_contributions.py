@@ -15,11 +15,7 @@ from rollouts.errors import RecordError, StorageError
 from rollouts.metrics import token_shards
 from rollouts.metrics.contributions import Place, UpdateRecord, encode_contributions, format_update
 from rollouts.metrics.record import make_head
-from rollouts.metrics.token_shards import (
-    TokenShards,
-    list_shards,
-    read_token_arrays,
-)
+from rollouts.metrics.token_shards import TokenShards, list_shards, read_token_arrays
 from rollouts.run_dir import RunDir
 from rollouts.types import ForwardBackwardResult, OptimStepResult, Total
 from tests.support.made_updates import floats, make_update
@@ -166,7 +162,7 @@ def made_of(*blocks: bytes) -> Any:
 
 
 @pytest.fixture
-def made_blocks(monkeypatch) -> None:
+def made_blocks(monkeypatch):
     monkeypatch.setattr(token_shards, "encode_blocks", lambda update: update.blocks)
 
 

@@ -20,7 +20,7 @@ from rollouts.ranks.meet import connect
 from tests.support.text_tables import cases
 
 
-def have_gpus(patch: pytest.MonkeyPatch, count: int, *, free: tuple[int, ...] = ()) -> None:
+def have_gpus(patch: pytest.MonkeyPatch, count: int, *, free: tuple[int, ...] = ()):
     """As if torch found so many GPUs, with so much free memory each."""
     patch.setattr(torch.cuda, "is_available", lambda: count > 0)
     patch.setattr(torch.cuda, "device_count", lambda: count)

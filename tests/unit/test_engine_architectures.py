@@ -14,7 +14,6 @@ from rollouts.models.decoding.batch import open_decoder
 from rollouts.models.limits import DEFAULT_CONTEXT
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.testing import engine_contracts
-from rollouts.types import Completion
 from tests.support.plain_backend import load_tiny
 from tests.support.text_tables import cases
 from tests.unit.test_local_engine import check_exact, generate_all, make_model, make_requests, open_engine
@@ -22,7 +21,7 @@ from tests.unit.test_local_engine import check_exact, generate_all, make_model, 
 TINY = {"llama": "fast", "qwen3": "fast", "moe": "fast", "gemma": "cached", "mamba": "cached"}
 
 
-def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_cache(monkeypatch: pytest.MonkeyPatch):
     """Leaves the last resort only."""
 
     class Refused:
@@ -78,7 +77,7 @@ async def test_log_probs_are_the_models_own_when_everything_is_recomputed(kind, 
 @cases("kind: llama gemma mamba moe")
 async def test_deterministic_runs_give_the_same_bits_and_neighbours_change_no_token(kind):
     """In any order of submission, and whatever was generated before."""
-    results: list[dict[str, Completion]] = []
+    results = []
     for order, max_rows in ((1, 4), (-1, 4), (1, 1)):
         requests = make_requests(12)[::order]
         again = [replace(request, request_id=f"x{request.request_id}") for request in requests]
@@ -156,11 +155,7 @@ async def test_a_model_without_a_limit_gets_the_default_context_and_may_have_a_l
 
 @pytest.mark.parametrize("way", ["cached gemma", "cached mamba", "recomputed mamba"])
 @pytest.mark.parametrize("check", engine_contracts.CHECKS)
-async def test_engines_with_the_models_own_forward_keep_the_contract(
-    check,
-    way,
-    monkeypatch,
-):
+async def test_engines_with_the_models_own_forward_keep_the_contract(check, way, monkeypatch):
     how, kind = way.split()
     if how == "recomputed":
         without_cache(monkeypatch)

@@ -41,7 +41,7 @@ class Recorder:
 
     def install(self, kind: str = "vllm") -> list[str]:
         """What it said; `commands` are those of this installation."""
-        said: list[str] = []
+        said = []
         self.commands.clear()
         install_cpu_environment(kind, self.into, say=said.append)
         return said
@@ -92,14 +92,7 @@ words                          | into
 install-vllm-cpu               | .venv-vllm
 install-sglang-cpu --into here | here
 """)
-def test_the_command_installs_where_it_is_told(
-    words,
-    into,
-    env,
-    monkeypatch,
-    tmp_path,
-    capsys,
-):
+def test_the_command_installs_where_it_is_told(words, into, env, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     env.into = Path(into)
     assert f"{into} is complete" in read_command(capsys, "engines", *words.split())

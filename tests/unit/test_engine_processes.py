@@ -38,7 +38,7 @@ def fake_command(folder: Path, kind: Kind = "vllm", args: str = "--device cpu", 
     return EngineCommand(kind, python, folder / "model", args=tuple(args.split()))
 
 
-async def wait_said_hello(folder: Path) -> None:
+async def wait_said_hello(folder: Path):
     """Returns when the fake server has written its ids, which is after its first line; however slow this
     machine is, and however little time the caller has.
     """
@@ -48,16 +48,16 @@ async def wait_said_hello(folder: Path) -> None:
             await trio.sleep(0.01)
 
 
-def assert_nothing_left(folder: Path) -> None:
+def assert_nothing_left(folder: Path):
     assert not any(map(is_alive, map(int, (folder / "pids").read_text().split())))
 
 
-async def start_in_vain(command: EngineCommand, count: int = 1) -> None:
+async def start_in_vain(command: EngineCommand, count: int = 1):
     async with open_engine_processes(command, count=count, log_dir=command.python.parent):
         pytest.fail("one is not ready")
 
 
-async def check_not_started(command: EngineCommand, message: str, count: int = 1) -> None:
+async def check_not_started(command: EngineCommand, message: str, count: int = 1):
     with pytest.raises(EngineSetupError, match=message):
         await start_in_vain(command, count)
     assert_nothing_left(command.python.parent)

@@ -10,6 +10,7 @@ import pytest
 import trio
 import trio.testing
 
+from rollouts.engines.server import ServerEngine
 from rollouts.errors import (
     EngineClosed,
     EngineError,
@@ -22,11 +23,7 @@ from rollouts.errors import (
     RequestRefused,
 )
 from rollouts.testing.engine_contracts import CHECKS, asked, make_request
-from tests.support.fault_plan import (
-    BadStatus,
-    Crash,
-    CutBody,
-)
+from tests.support.fault_plan import BadStatus, Crash, CutBody
 from tests.support.fault_server import FaultServer, Reply, open_fake_server
 from tests.support.text_tables import cases
 from tests.unit.server_engines import (
@@ -50,6 +47,14 @@ async def test_engines_keep_their_contract(dialect, check, autojump_clock):
     await check(partial(open_engine, dialect))
 
 
+async def ask_in_vain(
+    engine: ServerEngine, kind: type[Exception], match: str | None = None
+) -> pytest.ExceptionInfo:
+    with pytest.raises(kind, match=match) as raised:
+        await engine.generate(make_request())
+    return raised
+
+
 @BOTH
 async def test_faults_are_typed(dialect, autojump_clock):
     async with open_both(dialect, silence_s=2.0) as (server, engine):
@@ -59,19 +64,16 @@ async def test_faults_are_typed(dialect, autojump_clock):
             (BadStatus(503, 7), EngineOverloaded),
         ):
             strike(server, what)
-            with pytest.raises(kind) as raised:
-                await engine.generate(make_request())
+            raised = await ask_in_vain(engine, kind)
             assert not isinstance(raised.value, EngineOverloaded) or raised.value.retry_after_s == 7.0
         strike(server, Crash())
         for _ in range(2):
-            with pytest.raises(EngineUnreachable):
-                await engine.generate(make_request())
+            await ask_in_vain(engine, EngineUnreachable)
         await server.process.restart()
         await trio.testing.wait_all_tasks_blocked()
         assert await engine.weight_version() == -1
         server.process.hang()
-        with pytest.raises(EngineSilent):
-            await engine.generate(make_request())
+        await ask_in_vain(engine, EngineSilent)
         assert not await engine.health()
 
 
@@ -203,12 +205,12 @@ async def test_silence_ends_a_request_when_the_server_stands_still_or_lost_it(di
     async with open_both(dialect, silence_s=10.0, token_s=7.0) as (server, engine):
         assert len((await engine.generate(make_request(max_new_tokens=20))).token_ids) == 20
         server.process.hang()
-        with pytest.raises(EngineSilent), trio.fail_after(60):
-            await engine.generate(make_request())
+        with trio.fail_after(60):
+            await ask_in_vain(engine, EngineSilent)
         server.process.hang(0)
         server.overrides[GENERATE[dialect == "sglang"]] = never  # the server has lost it
-        with pytest.raises(EngineSilent), trio.fail_after(60):
-            await engine.generate(make_request())
+        with trio.fail_after(60):
+            await ask_in_vain(engine, EngineSilent)
 
 
 @BOTH
@@ -222,8 +224,7 @@ async def test_the_first_request_of_a_server_that_warms_up_has_the_patience_of_i
             assert (await engine.generate(make_request())).finish_reason == "length"
             server.process.hang()
             began_s = trio.current_time()
-            with pytest.raises(EngineSilent, match=r"engine\.args"):
-                await engine.generate(make_request())
+            await ask_in_vain(engine, EngineSilent, r"engine\.args")
             assert trio.current_time() - began_s <= 45.0, "it has answered before"
             await server.process.restart()
             await update(engine, path, version)  # finds out that it is another process
@@ -338,13 +339,6 @@ async def test_memory_is_released_only_while_nothing_runs_and_the_pause_survives
 
 
 async def test_closing_ends_whoever_waits(autojump_clock):
-    async def ask():
-        with pytest.raises(EngineClosed):
-            await engine.generate(make_request())
-
-    async with (
-        trio.open_nursery() as nursery,
-        open_both("vllm", token_s=30.0) as (_, engine),
-    ):
-        nursery.start_soon(ask)
+    async with trio.open_nursery() as nursery, open_both("vllm", token_s=30.0) as (_, engine):
+        nursery.start_soon(ask_in_vain, engine, EngineClosed)
         await trio.testing.wait_all_tasks_blocked()

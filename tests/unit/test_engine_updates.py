@@ -9,31 +9,16 @@ from safetensors.numpy import save_file
 
 from rollouts.engines.sglang import SGLangServer
 from rollouts.engines.vllm import VLLMServer
-from rollouts.errors import (
-    EngineError,
-    EngineSetupError,
-    WeightVersionError,
-)
+from rollouts.errors import EngineError, EngineSetupError, WeightVersionError
 from rollouts.testing.engine_contracts import (
     check_bad_snapshots_change_nothing,
     check_keep_pause_spans_two_versions,
     check_update_from_checkpoint,
 )
-from tests.support.fault_plan import (
-    UPDATE_PHASES,
-    UpdateFails,
-    WrongVersion,
-)
+from tests.support.fault_plan import UPDATE_PHASES, UpdateFails, WrongVersion
 from tests.support.fault_server import Reply
 from tests.support.text_tables import cases
-from tests.unit.server_engines import (
-    BOTH,
-    open_both,
-    open_engine,
-    strike,
-    update,
-    write_snapshot,
-)
+from tests.unit.server_engines import BOTH, open_both, open_engine, strike, update, write_snapshot
 
 
 @pytest.fixture

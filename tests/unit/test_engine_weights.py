@@ -11,11 +11,7 @@ import pytest
 from rollouts.engines.local.engine import LocalEngine, open_local_engine
 from rollouts.errors import CheckpointError, EngineError
 from rollouts.testing.fakes import ScriptedEngine
-from rollouts.testing.torch_contracts import (
-    assert_weights_equal,
-    make_batch,
-    train,
-)
+from rollouts.testing.torch_contracts import assert_weights_equal, make_batch, train
 from rollouts.weight_sync.engine_weights import (
     ENGINE_FILE,
     hold_engine_weights,
@@ -45,7 +41,7 @@ def make_sync() -> WeightSync:
     return WeightSync(make_probe(64, tolerance=1e-3))
 
 
-async def train_to(backend, version: int, *, seed: int) -> None:
+async def train_to(backend, version: int, *, seed: int):
     await train(backend, make_batch(seed))
     await backend.set_weight_version(version).result()
 
@@ -71,9 +67,7 @@ async def test_an_engine_that_is_behind_is_saved_and_restored_bit_for_bit_with_i
         assert_weights_equal(served, await engine.copy_weights())
 
 
-async def test_an_engine_that_has_the_trainers_weights_is_not_saved_and_is_updated_at_a_resume(
-    tmp_path,
-):
+async def test_an_engine_that_has_the_trainers_weights_is_not_saved_and_is_updated_at_a_resume(tmp_path):
     async with open_both() as (backend, engine):
         assert await hold_engine_weights(engine, 0) is None
         await train_to(backend, 1, seed=1)

@@ -12,13 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollouts.errors import ModelError, StorageError
-from rollouts.models.export import (
-    deal_weights,
-    name_parts,
-    open_part,
-    save_hf_model,
-    write_description,
-)
+from rollouts.models.export import deal_weights, name_parts, open_part, save_hf_model, write_description
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.safetensors_file import write_safetensors
 from rollouts.models.sharded import plan_weights

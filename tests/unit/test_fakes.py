@@ -13,21 +13,11 @@ from rollouts.testing import engine_contracts, torch_contracts
 from rollouts.testing.engine_contracts import make_request
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply, open_fake_backend
 from rollouts.types import LossSpec, RolloutBatch
-from tests.support.fake_tokenizer import FAKE_END, FAKE_START, FakeTokenizer
 from tests.support.text_tables import cases
 
 BATCH = RolloutBatch(
-    tokens=(np.arange(4), np.arange(3)),
-    loss_masks=(np.array([0, 0, 1, 1], bool), np.array([0, 1, 1], bool)),
+    tokens=(np.arange(4), np.arange(3)), loss_masks=(np.array([0, 0, 1, 1], bool), np.array([0, 1, 1], bool))
 )
-
-
-def test_text_survives_the_tokenizer_and_special_tokens_do_not():
-    tokenizer = FakeTokenizer()
-    ids = tokenizer.encode("<|start|>user\nä?<|end|>")
-    assert ids == [FAKE_START, *"user\nä?".encode(), FAKE_END]
-    assert tokenizer.decode(ids) == "user\nä?"
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|start|>user\nä?<|end|>"
 
 
 # --- engine -------------------------------------------------------------------------------------------------

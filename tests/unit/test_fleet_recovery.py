@@ -17,6 +17,7 @@ from tests.unit.fleet_engines import (
     UNREACHABLE,
     FakeEngine,
     ask,
+    ask_in_vain,
     asking,
     fail,
     fleet_of,
@@ -91,8 +92,7 @@ async def test_a_request_under_which_engine_after_engine_dies_is_given_up(autoju
                 update(fleet, 0)
 
         nursery.start_soon(revive)
-        with pytest.raises(InfrastructureError, match="'r' was on it: signal 9"):
-            await fleet.generate(ask("r"))
+        await ask_in_vain(fleet, InfrastructureError, "'r' was on it: signal 9")
         assert a.asked == ["r"] * 3
         nursery.cancel_scope.cancel()
 
@@ -129,8 +129,7 @@ async def test_an_outage_beyond_the_limit_is_a_typed_error_for_everyone(autojump
     async with fleet_of(a, down_limit_s=100) as fleet:
         for error in await gather(fleet, "r", "s"):
             assert isinstance(error, FleetDown) and "a: dead" in str(error) and "refused" in str(error)
-        with pytest.raises(FleetDown):
-            await fleet.generate(ask("late"))
+        await ask_in_vain(fleet, FleetDown)
         assert trio.current_time() == 100
         a.script, a.health_error = None, None
         await fleet.stale_members.receive()
@@ -147,8 +146,7 @@ async def test_updates_that_fail_do_not_prolong_an_outage(autojump_clock):
         ended = []
 
         async def wait():
-            with pytest.raises(FleetDown):
-                await fleet.generate(ask("r"))
+            await ask_in_vain(fleet, FleetDown)
             ended.append(trio.current_time())
 
         async with trio.open_nursery() as nursery:
@@ -173,8 +171,7 @@ async def test_a_fleet_that_is_dead_for_good_says_so_at_once(autojump_clock, mon
         assert all(isinstance(end, FleetDown) and "no restart is left" in str(end) for end in ends.values())
         died_at = trio.current_time()
         assert died_at < 100
-        with pytest.raises(FleetDown, match="dead for good"):
-            await fleet.generate(ask("late"))
+        await ask_in_vain(fleet, FleetDown, "dead for good")
         with pytest.raises(FleetDown):
             await fleet.wait_members_for_update()
         assert trio.current_time() == died_at

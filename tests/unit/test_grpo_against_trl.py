@@ -226,7 +226,7 @@ def test_trl_itself_computes_the_recorded_numbers_and_our_advantages_gradients_a
             check_metrics(case, metrics, metric_values(output.metrics), name)
 
 
-def check_metrics(case: Case, theirs: dict[str, float], ours: dict[str, float], name: str) -> None:
+def check_metrics(case: Case, theirs: dict[str, float], ours: dict[str, float], name: str):
     both = {our_name: theirs[key] for key, our_name in METRICS.items() if key in theirs}
     if (
         "importance_sampling_level" in case["theirs"] or "delta" in case["theirs"]
