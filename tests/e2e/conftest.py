@@ -104,6 +104,10 @@ class Train:
     ) -> subprocess.CompletedProcess[str]:
         return self.execute(self.command(out, *arguments, torchrun=torchrun))
 
+    def popen(self, command: list[str], **environ: str) -> subprocess.Popen[str]:
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, env=self.environment() | environ, text=True, **pipes)
+
     def execute(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             command,

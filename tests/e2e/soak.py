@@ -27,6 +27,23 @@ FRESH_EVERY = 10  # one instant in so many is of a process that imports everythi
 RANK_SHARE = 10  # a job on ranks gets one instant for so many of all others
 
 
+REPORT = """# Soak, {date}
+
+{machine}, Python {python}, torch {torch}. `make soak`, seed {seed}, {minutes:.0f} minutes: \
+{kills} SIGKILLs, {violations} violations.
+
+A run is killed at a crash point ({points}; while it resumes), or at random
+instants, resumed until it is finished, and compared with the run that nobody killed: rows, weights, \
+optimizer and loop state bit for bit,
+one row for each step, no committed step lost or computed again, every prompt accounted for, no process or \
+temporary file left.
+Of two ranks one is killed, at a point of its own or an instant, and the other has to end within 10 s.
+
+| job | unbroken, s | crash points | runs cut at points | kills | runs cut at instants | kills | violations |
+|---|---|---|---|---|---|---|---|
+"""
+
+
 @dataclass(slots=True)
 class Tally:
     """What came of the runs of one job."""
@@ -71,36 +88,17 @@ def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float, 
     """One row a job, then every violation."""
     kills = sum(tally.counts["point kills"] + tally.counts["instant kills"] for tally in tallies)
     failures = [failure for tally in tallies for failure in tally.failures]
-    lines = [
-        f"# Soak, {dt.date.today().isoformat()}",
-        "",
-        (
-            f"{read_cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()},"
-            f" torch {torch.__version__}. `make soak`, seed {seed},"
-            f" {wall_s / 60:.0f} minutes: {kills} SIGKILLs,"
-            f" {len(failures)} violations."
-        ),
-        "",
-        f"A run is killed at a crash point ({ONCE if once else THOROUGH}; while it resumes), or at random",
-        (
-            "instants, resumed until it is finished, and compared with the run that nobody killed: rows,"
-            " weights, optimizer and loop state bit for bit,"
-        ),
-        (
-            "one row for each step, no committed step lost or computed again, every prompt accounted for, no"
-            " process or temporary file left."
-        ),
-        (
-            "Of two ranks one is killed, at a point of its own or an instant, and the other has to end within"
-            " 10 s."
-        ),
-        "",
-        (
-            "| job | unbroken, s | crash points | runs cut at points | kills | runs cut at instants | kills |"
-            " violations |"
-        ),
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = REPORT.format(
+        date=dt.date.today(),
+        machine=f"{read_cpu_name()}, {os.cpu_count()} cores",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        seed=seed,
+        minutes=wall_s / 60,
+        kills=kills,
+        violations=len(failures),
+        points=ONCE if once else THOROUGH,
+    ).splitlines()
     for tally in tallies:
         count = tally.counts
         cells = (

@@ -35,16 +35,6 @@ async def wait_for_row(path: Path, stage: str, step: int, process: subprocess.Po
             await trio.sleep(0.02)
 
 
-def start(train: Train, out: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        train.command(out, *arguments),
-        env=train.environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
 def test_a_run_leaves_the_files_that_the_documentation_names(finished_run: Path):
     named = "config.toml metrics.jsonl samples.jsonl evaluations.jsonl checkpoints summary.json"
     assert set(named.split()) <= {path.name for path in finished_run.iterdir()}
@@ -68,7 +58,7 @@ def test_two_deterministic_runs_are_the_same_bits(train: Train, finished_run: Pa
 
 async def test_ctrl_c_once_finishes_the_step_and_saves(train: Train, finished_run: Path, tmp_path: Path):
     out = tmp_path / "stopped"
-    process = start(train, out)
+    process = train.popen(train.command(out))
     await wait_for_row(out / "metrics.jsonl", "rl", 1, process)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
@@ -82,8 +72,9 @@ async def test_ctrl_c_once_finishes_the_step_and_saves(train: Train, finished_ru
 
 
 async def test_ctrl_c_twice_exits_now(train: Train, tmp_path: Path):
-    process = start(train, tmp_path / "stopped", "--sft.steps", "100000")
-    await wait_for_row(tmp_path / "stopped" / "metrics.jsonl", "sft", 1, process)
+    out = tmp_path / "stopped"
+    process = train.popen(train.command(out, "--sft.steps", "100000"))
+    await wait_for_row(out / "metrics.jsonl", "sft", 1, process)
     for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         os.kill(process.pid, number)
     process.communicate(timeout=PATIENCE_S)

@@ -1,11 +1,10 @@
-"""DPO and its family, KTO: a step is the one that plain autograd takes, however the batch is divided; losses,
-metrics, resume, stops.
+"""DPO and its family, KTO: a step is the one that plain autograd takes, however the batch is divided; losses
+and metrics. tests/e2e/test_pipeline.py stops and resumes their runs.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,14 +158,10 @@ async def train_pairs(
     samples: Any,
     *,
     reference: Any = None,
-    load: Path | None = None,
-    save: Path | None = None,
     **loop: Any,
 ):
-    """(weights, metrics) after the loop on a backend that is fresh, or as it was saved."""
+    """(weights, metrics) after the loop on a fresh backend."""
     async with open_backend(micro_batch_tokens=config.micro_batch_tokens) as backend:
-        if load is not None:
-            await backend.load(load)
         if config.loss == "kto":
             good = sum(bool(sample.desirable) for sample in samples)
             bad = len(samples) - good
@@ -182,8 +177,6 @@ async def train_pairs(
             reference=reference,
             **loop,
         )
-        if save is not None:
-            await backend.save(save)
         return weights_of(backend.model), history
 
 
@@ -282,16 +275,6 @@ async def test_a_precomputed_reference_is_asked_once_per_row_and_gives_what_a_li
     other = await train_pairs(config, samples, reference=live)
     assert (once.scored, live.scored) == (12, 5 * 8)
     assert_close(one[0], other[0], 0.0)
-
-
-async def test_a_run_that_goes_on_is_the_unbroken_one(tmp_path: Path):
-    samples, config = make_pairs(6), config_of(steps=5)
-    common: Any = {"reference": PlainReference(reference_model()), "seed": 3}
-    whole, history = await train_pairs(config, samples, **common)
-    await train_pairs(config.model_copy(update={"steps": 2}), samples, save=tmp_path, **common)
-    weights, rest = await train_pairs(config, samples, load=tmp_path, completed_steps=2, **common)
-    assert_close(weights, whole, 0.0)
-    assert [row["loss/total"] for row in rest] == [row["loss/total"] for row in history[2:]]
 
 
 # --- what is logged, saved, evaluated -----------------------------------------------------------------------

@@ -184,9 +184,13 @@ CONTRACT = {
 }
 
 
+async def check_promise(promise: Any, opener: Any, folder: Path) -> None:
+    await promise(opener, *([folder] if "folder" in inspect.signature(promise).parameters else []))
+
+
 @pytest.mark.parametrize("promise", CONTRACT.values(), ids=CONTRACT)
 async def test_contract(promise: Any, tmp_path: Path):
-    await promise(open_backend, *([tmp_path] if "folder" in inspect.signature(promise).parameters else []))
+    await check_promise(promise, open_backend, tmp_path)
 
 
 # --- what users saw -----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from rollouts.errors import BackendError, ConfigError, RunDirError
 from rollouts.models.directories import BLOCK_BYTES, BLOCKS, WHOLE_BYTES, compute_model_digests
 from rollouts.ranks.launch import Launch
 from rollouts.ranks.meet import decode_error, encode_error, init_group
+from tests.support.text_tables import cases
 
 LARGE = WHOLE_BYTES + 10 * 2**20
 
@@ -42,12 +43,17 @@ def make_digest(folder: Path, size: int, *, changed: int | None = None) -> str:
     return compute_model_digests(folder)["model.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("size", "at"),
-    [(LARGE, at) for at in (0, 50, 107, LARGE - 1, (LARGE - BLOCK_BYTES) * 5 // (BLOCKS - 1))]
-    + [(WHOLE_BYTES, at) for at in (4321, WHOLE_BYTES // 2 + 1)],
-)
-def test_a_byte_of_the_header_a_sampled_block_or_a_small_file_is_noticed(tmp_path, size, at):
+@cases(f"""
+size          | at
+{LARGE}       | 0
+{LARGE}       | 50
+{LARGE}       | 107
+{LARGE}       | {LARGE - 1}
+{LARGE}       | {(LARGE - BLOCK_BYTES) * 5 // (BLOCKS - 1)}
+{WHOLE_BYTES} | 4321
+{WHOLE_BYTES} | {WHOLE_BYTES // 2 + 1}
+""")
+def test_a_byte_of_the_header_a_sampled_block_or_a_small_file_is_noticed(tmp_path, size: int, at: int):
     whole = make_digest(tmp_path / "one", size)
     assert make_digest(tmp_path / "same", size) == whole
     assert make_digest(tmp_path / "other", size, changed=at) != whole

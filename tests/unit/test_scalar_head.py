@@ -3,7 +3,6 @@ process.
 """
 
 import dataclasses
-import inspect
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,7 @@ from tests.support.plain_backend import assert_gradients_close, save_scalar, tak
 from tests.support.text_tables import cases
 from tests.unit.test_architectures import FORMS
 from tests.unit.test_models import edit_json
-from tests.unit.test_pytorch_backend import CONTRACT
+from tests.unit.test_pytorch_backend import CONTRACT, check_promise
 
 torch.set_num_threads(1)
 KINDS = ("llama", "qwen3", "gemma", "moe")
@@ -206,8 +205,7 @@ def test_a_model_that_sees_others_or_the_future_is_found_out_though_its_head_is_
 
 @pytest.mark.parametrize("promise", CONTRACT.values(), ids=CONTRACT)
 async def test_a_scalar_backend_keeps_the_contract(promise: Any, scalar: dict[str, Path], tmp_path: Path):
-    folder = [tmp_path / "saved"] if "folder" in inspect.signature(promise).parameters else []
-    await promise(lambda: open_backend(scalar["byte"]), *folder)
+    await check_promise(promise, lambda: open_backend(scalar["byte"]), tmp_path)
 
 
 async def test_a_loss_that_needs_entropy_says_that_there_is_none(scalar: dict[str, Path]):

@@ -113,25 +113,25 @@ def test_ranks_that_are_new_draw_numbers_of_their_own_and_the_same_ones_every_ti
     assert drawn[:2] == [torch.rand(1, generator=generator).item() for generator in saved]
 
 
-OTHER_STEP = {f"step/{NAME}": torch.tensor(4.0)}
+def change(tensors: dict[str, Tensor], key: str, value: Any) -> dict[str, Tensor]:
+    """These, of which one has other values, or is not there."""
+    kept = {name: tensor for name, tensor in tensors.items() if name != key}
+    return kept if value is None else {**kept, key: torch.tensor(value)}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (OTHER_STEP, rf"has the steps .*3.*4.* of {NAME}, by rank"),
-        ({KEY: None}, rf"'{KEY}' has shape \(4,\), the model's parameter \(8,\)"),
-        ({KEY: torch.ones(3)}, rf"'{KEY}' has shape \(7,\), the model's parameter \(8,\)"),
-        ({KEY: torch.ones(4, 1)}, rf"'{KEY}' has shape \(8,\), the model's parameter \(8,\)"),
-        ({"rng/cpu": torch.zeros(3)}, "'rng/cpu' is no random state"),
-    ],
-)
+@cases(rf"""
+key         | value                      | message
+step/{NAME} | 4.0                        | has the steps .*3.*4.* of {NAME}, by rank
+{KEY}       | null                       | '{KEY}' has shape \(4,\), the model's parameter \(8,\)
+{KEY}       | [1.0, 1.0, 1.0]            | '{KEY}' has shape \(7,\), the model's parameter \(8,\)
+{KEY}       | [[1.0], [1.0], [1.0], [1.0]] | '{KEY}' has shape \(8,\), the model's parameter \(8,\)
+rng/cpu     | [0.0, 0.0, 0.0]            | 'rng/cpu' is no random state
+""")
 def test_a_file_that_says_something_else_is_named_before_anything_is_changed(
-    changes: dict[str, Any], message: str, tmp_path: Path
+    key: str, value: Any, message: str, tmp_path: Path
 ):
     file = write_ranks(tmp_path, make_moments(make_model()), 2) / SECOND
-    tensors = {**load_file(file), **changes}
-    save_file({key: tensor for key, tensor in tensors.items() if tensor is not None}, file)
+    save_file(change(load_file(file), key, value), file)
     check_refused(tmp_path, message)
 
 
@@ -165,18 +165,15 @@ def check_refused(checkpoint: Path, message: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"exp_avg/model.other": torch.ones(3)}, r"moments of 'model\.other', which the model does not have"),
-        ({KEY: torch.ones(6)}, rf"{KEY}' has shape \(6,\), the model's parameter \(8,\)"),
-        ({f"exp_avg_sq/{NAME}": None}, rf"exp_avg_sq/{NAME}' has shape None, the model's"),
-    ],
-)
-def test_another_models_state_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path):
+@cases(rf"""
+key                 | value           | message
+exp_avg/model.other | [1.0, 1.0, 1.0] | moments of 'model\.other', which the model does not have
+{KEY}               | [1.0, 1.0, 1.0] | {KEY}' has shape \(3,\), the model's parameter \(8,\)
+exp_avg_sq/{NAME}   | null            | exp_avg_sq/{NAME}' has shape None, the model's
+""")
+def test_another_models_state_is_refused_by_name(key: str, value: Any, message: str, tmp_path: Path):
     model = make_model()
-    moments = {key: value for key, value in {**make_moments(model), **changes}.items() if value is not None}
-    write_ranks(tmp_path, moments, 2)
+    write_ranks(tmp_path, change(make_moments(model), key, value), 2)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, model)
 

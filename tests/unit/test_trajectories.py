@@ -196,7 +196,7 @@ TOKENIZERS: dict[str, Callable[[str], Any]] = {
 @cases("history: template extend")
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", READS)
-def test_what_trains_is_what_the_engine_took_in_and_gave_out(name: str, kind: str, history: str) -> None:
+def test_what_trains_is_what_the_engine_took_in_and_gave_out(name: str, kind: str, history: str):
     tokenizer = TOKENIZERS[kind](name)
     form = make_format(name, tokenizer, history=history)
     for seed in range(100):
@@ -222,7 +222,7 @@ def converse_by_encoding_again(name: str, form: ChatFormat, tokenizer: Any, rng:
     check_exact(exchanges, (Sample(id="x", prompt="?", tokens=whole.token_ids, loss_mask=mask),))
 
 
-def test_encoding_the_history_again_trains_other_tokens_in_every_template() -> None:
+def test_encoding_the_history_again_trains_other_tokens_in_every_template():
     drifted: dict[str, int] = dict.fromkeys(READS, 0)
     for name in READS:
         tokenizer = family_tokenizer(name, merges=MERGES)
@@ -260,7 +260,7 @@ chatml            | no     | 1          | 1          |
 """)
 def test_a_segment_begins_where_the_template_rewrites_what_is_held(
     name: str, thinks: bool, after_tool: int, after_user: int
-) -> None:
+):
     form = make_format(name, family_tokenizer(name))
     end = find_end(name, form.template.tokenizer)
     text = (THINKS[name] if thinks else "") + SAYS.get(name, "{text}").format(text="ok")
@@ -281,7 +281,7 @@ def test_a_segment_begins_where_the_template_rewrites_what_is_held(
 
 
 @cases("name: chatml qwen2_5 llama3_1 gemma3 deepseek_v3 phi_4")
-def test_what_is_appended_is_what_the_template_writes(name: str) -> None:
+def test_what_is_appended_is_what_the_template_writes(name: str):
     tokenizer = family_tokenizer(name, merges=MERGES)
     form = make_format(name, tokenizer)
     end = find_end(name, tokenizer)
@@ -296,7 +296,7 @@ def test_what_is_appended_is_what_the_template_writes(name: str) -> None:
     assert node.tokens.tolist() == whole
 
 
-def test_an_answer_that_a_limit_cut_gets_its_end_token_masked() -> None:
+def test_an_answer_that_a_limit_cut_gets_its_end_token_masked():
     tokenizer = family_tokenizer("qwen2_5")
     form = make_format("qwen2_5", tokenizer)
     answer, read = say(form, "so far", "", ended=False)
@@ -313,7 +313,7 @@ def test_an_answer_that_a_limit_cut_gets_its_end_token_masked() -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", READS)
-def test_special_tokens_in_what_the_world_says_become_no_special_id(name: str, kind: str) -> None:
+def test_special_tokens_in_what_the_world_says_become_no_special_id(name: str, kind: str):
     tokenizer = TOKENIZERS[kind](name)
     form = make_format(name, tokenizer)
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -345,7 +345,7 @@ BAD = {  # sampled text: what the reading says of it
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_a_call_that_cannot_be_read_is_a_turn_of_text_that_says_why(text: str) -> None:
+def test_a_call_that_cannot_be_read_is_a_turn_of_text_that_says_why(text: str):
     form = make_format("qwen2_5", family_tokenizer("qwen2_5"))
     answer, read = say(form, text, "<|im_end|>")
     assert BAD[text] in read.unreadable
@@ -353,7 +353,7 @@ def test_a_call_that_cannot_be_read_is_a_turn_of_text_that_says_why(text: str) -
     assert answer.messages[-1]["content"] == text
 
 
-def test_a_call_inside_thinking_is_no_call() -> None:
+def test_a_call_inside_thinking_is_no_call():
     form = make_format("qwen3", family_tokenizer("qwen3"))
     text = "<think>" + CALLS["hermes"].format(a=1, b=2) + "</think>7"
     _, read = say(form, text, "<|im_end|>")
@@ -361,7 +361,7 @@ def test_a_call_inside_thinking_is_no_call() -> None:
     assert read.message["content"] == "7"
 
 
-def test_two_calls_where_the_template_writes_one_cannot_be_read() -> None:
+def test_two_calls_where_the_template_writes_one_cannot_be_read():
     form = make_chat_format(
         family_tokenizer("llama3_1"),
         tools=[TOOL],
@@ -371,7 +371,7 @@ def test_two_calls_where_the_template_writes_one_cannot_be_read() -> None:
     assert "refuses messages" in read.unreadable
 
 
-def test_a_template_without_a_place_for_tools_wants_them_described() -> None:
+def test_a_template_without_a_place_for_tools_wants_them_described():
     plain = family_tokenizer("chatml")
     form = make_chat_format(plain, tools=[TOOL], read_turn=RESPONSE_TEMPLATES["hermes"])
     with pytest.raises(DataError, match="no message of the prompt names add"):
@@ -386,7 +386,7 @@ def test_a_template_without_a_place_for_tools_wants_them_described() -> None:
 
 
 @cases("name: qwen3 mistral_v3_tekken deepseek_v3")
-def test_a_trajectory_goes_on_from_what_was_held(name: str) -> None:
+def test_a_trajectory_goes_on_from_what_was_held(name: str):
     """Held after each turn, as JSON, and with a cut answer: the same tokens, segments and next prompt."""
     tokenizer = family_tokenizer(name, merges=MERGES)
     form = make_format(name, tokenizer)

@@ -87,7 +87,7 @@ no & no & no                                        | max_turns = 3             
 """)
 async def test_a_rollout_is_the_episode_of_the_same_completions(
     texts: str, settings: dict, end: str, autojump_clock: Any
-) -> None:
+):
     said = texts.split(" & ")
     engine = ScriptedEngine(lambda request: ScriptedReply(said[int(request.request_id[15:] or 0)]))
     exchanges: list[tuple[GenerateRequest, Completion]] = []
@@ -127,7 +127,7 @@ def say(text: str) -> Any:
     ]
 
 
-def test_a_stop_condition_ends_a_trajectory_before_its_calls_are_answered() -> None:
+def test_a_stop_condition_ends_a_trajectory_before_its_calls_are_answered():
     (sample,) = create_multiturn_rollout(
         SAMPLE,
         say("divide{}"),
@@ -140,7 +140,7 @@ def test_a_stop_condition_ends_a_trajectory_before_its_calls_are_answered() -> N
     assert sample.response == "divide{}"
 
 
-def test_a_conversation_by_hand_holds_every_token() -> None:
+def test_a_conversation_by_hand_holds_every_token():
     form = MAKE_FORM(TOOLS)
     conversation = form.begin([{"role": "user", "content": "You may divide."}])
     call = say('divide{"a": 6, "b": 4}')
