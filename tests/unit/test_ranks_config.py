@@ -12,9 +12,8 @@ from rollouts.config.load import check_same_config, dump_config, load_config
 from rollouts.config.schema import RunConfig
 from rollouts.config.tables import DistributedConfig, ModelConfig, OptimConfig
 from rollouts.errors import ConfigError
-from rollouts.preflight.ranks import check_ranks, choose_relaunch
 from rollouts.ranks.channel import NoOtherRanks
-from rollouts.ranks.launch import Launch
+from rollouts.ranks.launch import Launch, check_ranks, choose_relaunch
 from tests.distributed.one_rank import open_one_rank
 from tests.support.text_tables import cases
 
