@@ -24,7 +24,7 @@ from rollouts.loops.pairs import train_on_pairs
 from rollouts.loops.rl import run_rl_training
 from rollouts.loops.steps import EncodeState, on_thread
 from rollouts.losses.row_losses import make_pair_loss
-from rollouts.metrics.sample_rows import select_evenly
+from rollouts.metrics.record import select_evenly
 from rollouts.protocols import RewardFn
 from rollouts.types import RolloutBatch
 

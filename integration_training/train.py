@@ -25,8 +25,7 @@ import trio
 
 from rollouts.config.load import STAGES, choose_stages, load_config
 from rollouts.errors import RolloutsError
-from rollouts.preflight.ranks import check_ranks, choose_relaunch
-from rollouts.ranks.launch import read_launch
+from rollouts.ranks.launch import check_ranks, choose_relaunch, read_launch
 
 # Python's own look at every rollout in flight several times: a quarter of the driver's CPU time at 4096
 COLLECTOR_THRESHOLDS = (10_000, 20, 20)

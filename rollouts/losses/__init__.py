@@ -9,9 +9,8 @@ import torch
 
 from rollouts.errors import ConfigError, RolloutsError, check_keywords
 from rollouts.losses.corrections import CORRECTIONS
-from rollouts.losses.inputs import LossFn, LossInputs, LossOutput
+from rollouts.losses.inputs import LossFn, LossInputs, LossOutput, find_function
 from rollouts.losses.kl import KL_ESTIMATORS
-from rollouts.losses.plug_ins import find_function
 from rollouts.losses.rl_losses import POLICY_LOSSES
 from rollouts.losses.token_losses import linear_loss, sft_loss
 from rollouts.losses.value_loss import critic_loss

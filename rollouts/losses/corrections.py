@@ -44,9 +44,9 @@ from rollouts.losses.inputs import (
     compute_row_mean,
     compute_row_sum,
     compute_token_ratio,
+    find_function,
     require,
 )
-from rollouts.losses.plug_ins import find_function
 
 Correction = Callable[[LossInputs], Tensor]
 """Inputs that are 0 outside the mask -> weights [B, T], not negative, without gradient."""

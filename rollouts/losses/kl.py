@@ -21,8 +21,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rollouts.losses.inputs import check_numbers, compute_log_ratio, compute_token_ratio, reduce_loss, require
-from rollouts.losses.plug_ins import find_function
+from rollouts.losses.inputs import (
+    check_numbers,
+    compute_log_ratio,
+    compute_token_ratio,
+    find_function,
+    reduce_loss,
+    require,
+)
 
 KlEstimator = Callable[[Tensor, Tensor], Tensor]
 """(policy log-probs, reference log-probs), both [B, T] in nats -> [B, T]."""

@@ -37,10 +37,10 @@ from rollouts.losses.inputs import (
     check_numbers,
     clear_masked,
     collect_token_metrics,
+    find_function,
     require,
     sum_rows,
 )
-from rollouts.losses.plug_ins import find_function
 
 HIGHEST_MEAN_LOG_PROB = -1e-6  # odds are infinite at a probability of 1; at most 1 − 1e-6 counts
 

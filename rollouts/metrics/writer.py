@@ -27,9 +27,15 @@ from rollouts.crash_points import reach
 from rollouts.errors import StorageError
 from rollouts.metrics.contributions import Place, UpdateRecord, encode_contributions, format_update
 from rollouts.metrics.progress import Progress
-from rollouts.metrics.record import Fields, encode_rows, make_head, make_row
+from rollouts.metrics.record import (
+    Fields,
+    encode_rows,
+    encode_sample_rows,
+    make_head,
+    make_row,
+    select_evenly,
+)
 from rollouts.metrics.record_files import PART_BYTES, RecordFile
-from rollouts.metrics.sample_rows import encode_sample_rows, select_evenly
 from rollouts.metrics.spans import Span
 from rollouts.metrics.token_shards import TokenShards
 from rollouts.run_dir import RunDir

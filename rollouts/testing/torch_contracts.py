@@ -88,6 +88,9 @@ def make_batch(seed: int = 0, *, groups: int = 3, size: int = 3, temperature: fl
     )
 
 
+BATCH = make_batch()
+
+
 def assert_weights_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
     """Bit for bit, and the same names."""
     torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -102,7 +105,7 @@ async def raised_by(future: Awaitable[object], kind: type[Exception] = Exception
     raise AssertionError(f"the future raised no {kind.__name__}")
 
 
-async def train(backend: TrainingBackend, batch: RolloutBatch, loss: LossSpec = SFT) -> None:
+async def train(backend: TrainingBackend, batch: RolloutBatch = BATCH, loss: LossSpec = SFT) -> None:
     """One good step."""
     await backend.forward_backward(batch, loss)
     assert (await backend.optim_step(STEP)).skipped is None
@@ -115,24 +118,23 @@ async def check_steps_train(open_backend: OpenBackend) -> None:
     """Ten steps on one batch bring its loss down; forward() then agrees with the loss. A gradient above
     max_grad_norm is scaled, and the result reports the norm before.
     """
-    batch = make_batch()
     async with open_backend() as backend:
         losses: list[float] = []
         for step in range(10):
-            forward, optim = backend.forward_backward(batch, SFT), backend.optim_step(STEP)
+            forward, optim = backend.forward_backward(BATCH, SFT), backend.optim_step(STEP)
             result, done = await forward, await optim
             assert result.loss is not None and result.skipped is None
             assert (done.step, done.lr, done.clipped, done.skipped) == (step + 1, STEP.lr, False, None)
             losses.append(result.loss)
         assert losses[-1] < 0.7 * losses[0], losses
-        rows = await backend.forward(batch)
-        result = await backend.forward_backward(batch, SFT)
+        rows = await backend.forward(BATCH)
+        result = await backend.forward_backward(BATCH, SFT)
         for limit in (1e-3, 1e6):
             clipped = await backend.optim_step(OptimParams(lr=1e-3, max_grad_norm=limit))
             assert clipped.grad_norm is not None
             assert clipped.clipped == (clipped.grad_norm > limit) == (limit < 1)
-            await backend.forward_backward(batch, SFT)
-    log_probs, mask = np.concatenate(rows), np.concatenate(batch.loss_masks)
+            await backend.forward_backward(BATCH, SFT)
+    log_probs, mask = np.concatenate(rows), np.concatenate(BATCH.loss_masks)
     assert result.denominator == mask.sum() and result.loss is not None
     assert abs(-log_probs.sum() / mask.sum() - result.loss) < 1e-4
     assert not log_probs[~mask].any()
@@ -142,7 +144,7 @@ async def check_accumulation_equals_one_batch(open_backend: OpenBackend) -> None
     """Two halves under a constant denominator move the weights as the whole does, to 1e-5; every unit has its
     global denominator.
     """
-    batch, spec = make_batch(), LossSpec("reinforce", unit="constant", constant=50.0)
+    spec = LossSpec("reinforce", unit="constant", constant=50.0)
     norms: list[float] = []
     async with open_backend() as backend:
         before = await backend.get_weights()
@@ -150,16 +152,16 @@ async def check_accumulation_equals_one_batch(open_backend: OpenBackend) -> None
             await backend.load_weights(before)
             for part in parts:
                 rows = RolloutBatch(
-                    tokens=batch.tokens[part],
-                    loss_masks=batch.loss_masks[part],
-                    advantages=(batch.advantages or ())[part],
+                    tokens=BATCH.tokens[part],
+                    loss_masks=BATCH.loss_masks[part],
+                    advantages=(BATCH.advantages or ())[part],
                 )
                 await backend.forward_backward(rows, spec)
             step = await backend.optim_step(OptimParams(lr=1e-6, max_grad_norm=None))
             norms.append(step.grad_norm or 0.0)
-        by_rows = await backend.forward_backward(batch, LossSpec("reinforce", unit="sequences"))
+        by_rows = await backend.forward_backward(BATCH, LossSpec("reinforce", unit="sequences"))
     assert abs(norms[0] - norms[1]) < 1e-5 * norms[0]
-    assert by_rows.denominator == len(batch)
+    assert by_rows.denominator == len(BATCH)
 
 
 # --- steps that are not finite ------------------------------------------------------------------------------
@@ -169,20 +171,19 @@ async def check_non_finite_steps_change_nothing(open_backend: OpenBackend) -> No
     """After a skipped step weights and optimizer are bit-identical: the next step does what it would have
     done without it.
     """
-    batch = make_batch()
     undisturbed = await _train_twice(open_backend)
     for kind, where in (("nan", "loss"), ("infinite_gradient", "gradient")):
         async with open_backend() as backend:
-            await train(backend, batch)
+            await train(backend)
             before = await backend.get_weights()
-            await backend.forward_backward(batch, SFT)  # what was accumulated before is not used either
-            bad = await backend.forward_backward(batch, LossSpec(f"{HERE}:{kind}_loss"))
+            await backend.forward_backward(BATCH, SFT)  # what was accumulated before is not used either
+            bad = await backend.forward_backward(BATCH, LossSpec(f"{HERE}:{kind}_loss"))
             skipped = await backend.optim_step(STEP)
             assert (bad.skipped is not None and bad.loss is None) == (where == "loss"), bad
             assert skipped.skipped is not None and where in skipped.skipped and skipped.grad_norm is None
             assert_weights_equal(before, await backend.get_weights())
             assert backend.statistics()["skipped_steps"] == 1
-            await train(backend, batch)
+            await train(backend)
             assert_weights_equal(undisturbed, await backend.get_weights())
 
 
@@ -190,21 +191,21 @@ async def check_an_undone_update_leaves_no_trace(open_backend: OpenBackend) -> N
     """revert() puts weights and moments back bit for bit, before any step too, and the next steps do what
     they would have done without what was undone. A second one is a BackendError.
     """
-    batch, undisturbed = make_batch(), await _train_twice(open_backend)
+    undisturbed = await _train_twice(open_backend)
     for steps in (0, 1):
         async with open_backend() as backend:
             for _ in range(steps):
-                await train(backend, batch)
+                await train(backend)
             before = await backend.get_weights()
             await backend.hold()
             await train(backend, make_batch(1))
-            await backend.forward_backward(batch, SFT)  # its gradient is discarded
+            await backend.forward_backward(BATCH, SFT)  # its gradient is discarded
             await backend.revert()
             assert_weights_equal(before, await backend.get_weights())
             await raised_by(backend.revert(), BackendError)
             await backend.reset()
             for _ in range(steps, 2):
-                await train(backend, batch)
+                await train(backend)
             assert_weights_equal(undisturbed, await backend.get_weights())
             assert backend.statistics()["steps"] == 3, "the schedule goes on"
 
@@ -217,16 +218,15 @@ async def check_failed_step_stops_later_ones_until_reset(open_backend: OpenBacke
     later ones EarlierStepFailed. After reset() the backend trains as if none of them had begun. A failure
     that nobody awaited is raised when the backend closes.
     """
-    batch = make_batch()
     undisturbed = await _train_twice(open_backend)
     for loss, kind in ((LossSpec(f"{HERE}:raising_loss"), UserFunctionError), (SFT, StepInterrupted)):
         gate = threading.Event()
         async with open_backend() as backend:
-            await train(backend, batch)
+            await train(backend)
             before = await backend.get_weights()
-            await backend.forward_backward(batch, SFT)  # its gradient is discarded
+            await backend.forward_backward(BATCH, SFT)  # its gradient is discarded
             held = backend.stream_weights(lambda bucket, gate=gate: _pass(gate))  # the step has not begun yet
-            failed = backend.forward_backward(batch, loss)
+            failed = backend.forward_backward(BATCH, loss)
             later = [backend.optim_step(STEP), backend.set_weight_version(9), backend.get_weights()]
             if kind is StepInterrupted:
                 backend.interrupt()
@@ -241,11 +241,11 @@ async def check_failed_step_stops_later_ones_until_reset(open_backend: OpenBacke
             assert_weights_equal(before, await backend.get_weights())
             await raised_by(backend.optim_step(STEP), BackendError)
             await backend.reset()
-            await train(backend, batch)
+            await train(backend)
             assert_weights_equal(undisturbed, await backend.get_weights())
     try:
         async with open_backend() as backend:
-            backend.forward_backward(batch, LossSpec(f"{HERE}:raising_loss"))
+            backend.forward_backward(BATCH, LossSpec(f"{HERE}:raising_loss"))
     except UserFunctionError:
         return
     raise AssertionError("leaving the backend hid a failure")
@@ -259,7 +259,7 @@ async def _train_twice(open_backend: OpenBackend) -> dict[str, Tensor]:
     """The weights after two steps on one batch."""
     async with open_backend() as backend:
         for _ in range(2):
-            await train(backend, make_batch())
+            await train(backend)
         return await backend.get_weights()
 
 
@@ -267,15 +267,14 @@ async def check_wrong_steps_are_refused(open_backend: OpenBackend) -> None:
     """optim_step without forward_backward is a BackendError, and a batch without trained tokens too; a loss
     whose counts are not those of the masks is a DenominatorMismatch.
     """
-    batch = make_batch()
-    empty = replace(batch, loss_masks=tuple(np.zeros_like(mask) for mask in batch.loss_masks))
+    empty = replace(BATCH, loss_masks=tuple(np.zeros_like(mask) for mask in BATCH.loss_masks))
     async with open_backend() as backend:
         await raised_by(backend.optim_step(), BackendError)
         await backend.reset()
         await raised_by(backend.forward_backward(empty, SFT), BackendError)
         await backend.reset()
         miscounting = LossSpec(f"{HERE}:miscounting_loss")
-        await raised_by(backend.forward_backward(batch, miscounting), DenominatorMismatch)
+        await raised_by(backend.forward_backward(BATCH, miscounting), DenominatorMismatch)
 
 
 # --- futures and versions -----------------------------------------------------------------------------------
@@ -285,7 +284,6 @@ async def check_futures(open_backend: OpenBackend) -> None:
     """They return at once, finish in submission order, may be awaited again, and outlive a cancelled waiter;
     the weight version counts what is queued.
     """
-    batch = make_batch()
 
     async def wait(number: int, future: Awaitable[object]) -> None:
         await future
@@ -294,9 +292,9 @@ async def check_futures(open_backend: OpenBackend) -> None:
     async with open_backend() as backend:
         assert backend.weight_version == 0
         futures = [
-            backend.forward_backward(batch, SFT),
+            backend.forward_backward(BATCH, SFT),
             optim := backend.optim_step(STEP),
-            backend.forward(batch),
+            backend.forward(BATCH),
             backend.set_weight_version(3),
         ]
         assert not any(future.done() for future in futures)
@@ -317,7 +315,6 @@ async def check_weights_come_and_go(open_backend: OpenBackend) -> None:
     """stream_weights and get_weights agree; load_weights restores; a wrong name or shape is refused before
     anything is copied.
     """
-    batch = make_batch()
     async with open_backend() as backend:
         before = await backend.get_weights()
         streamed: dict[str, Tensor] = {}
@@ -325,7 +322,7 @@ async def check_weights_come_and_go(open_backend: OpenBackend) -> None:
             lambda bucket: streamed.update({name: tensor.cpu().clone() for name, tensor in bucket})
         )
         assert_weights_equal(before, streamed)
-        await train(backend, batch)
+        await train(backend)
         trained = await backend.get_weights()
         assert any(not torch.equal(before[name], trained[name]) for name in before)
         name = max(before)

@@ -20,6 +20,7 @@ import tomllib
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -145,14 +146,19 @@ Say = Callable[[str], None]
 Outcome = Literal["sent", "behind", "held"]  # all rows; not all; none, as another process follows the run
 
 
+@dataclass(eq=False)
 class Follower:
     """Follows one run for one tracker."""
 
-    def __init__(self, root: Path, name: str, say: Say, over: trio.Event) -> None:
-        """over: nothing is written any more."""
-        self._root, self._name, self._kind, self._say, self._over = root, name, SINKS[name], say, over
-        self._path = position_path(root, name)
-        self._failures, self._trouble = 0, ""  # since rows were taken last, and what was said of them
+    _root: Path
+    _name: str
+    _say: Say
+    _over: trio.Event  # nothing is written any more
+    _failures: int = 0  # since rows were taken last
+    _trouble: str = ""  # what was said of them
+
+    def __post_init__(self) -> None:
+        self._kind, self._path = SINKS[self._name], position_path(self._root, self._name)
 
     async def follow(self) -> Outcome:
         """Sends rows until the run is over and all are sent, or the service refuses or stays away after

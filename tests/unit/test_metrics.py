@@ -20,8 +20,13 @@ from rollouts.engines.fleet import Member, open_fleet
 from rollouts.errors import EngineUnreachable, MetricError
 from rollouts.metrics.names import METRICS, find_metric
 from rollouts.metrics.progress import open_progress
-from rollouts.metrics.record import check_metric, encode_row, make_head
-from rollouts.metrics.sample_rows import encode_sample_rows, shorten_failure
+from rollouts.metrics.record import (
+    check_metric,
+    encode_row,
+    encode_sample_rows,
+    make_head,
+    shorten_failure,
+)
 from rollouts.types import GenerateRequest, Sample, SamplingParams, Status
 from rollouts.weight_sync.sync import make_metric_name
 from tests.support.text_tables import cases, read_cells

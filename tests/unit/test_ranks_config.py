@@ -13,9 +13,8 @@ from rollouts.config.model import ModelConfig
 from rollouts.config.schema import RunConfig
 from rollouts.config.tables import DistributedConfig, OptimConfig
 from rollouts.errors import ConfigError
-from rollouts.preflight.ranks import check_ranks, choose_relaunch
 from rollouts.ranks.channel import NoOtherRanks
-from rollouts.ranks.launch import Launch
+from rollouts.ranks.launch import Launch, check_ranks, choose_relaunch
 from tests.distributed.one_rank import open_one_rank
 from tests.support.text_tables import cases
 
