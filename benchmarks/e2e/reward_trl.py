@@ -103,12 +103,9 @@ def main() -> int:
             max_steps=settings["steps"],
             shuffle_dataset=False,  # the rows are in our order
         )
-        dataset = Dataset.from_list(
-            [
-                {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]}
-                for row in settings["rows"]
-            ]
-        )
+        prompts = [[{"role": "user", "content": row["prompt"]}] for row in settings["rows"]]
+        answers = [row["answer"] for row in settings["rows"]]
+        dataset = Dataset.from_dict({"prompt": prompts, "answer": answers})
         trainer = TimedTrainer(
             model=settings["model"],
             reward_funcs=reward,
