@@ -9,6 +9,8 @@ whoever stops it can go on from there: from its tokens where nothing but tools i
 gave its state_dict, else it begins anew, which is counted.
 """
 
+from __future__ import annotations
+
 import functools
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,6 +24,7 @@ from rollouts.config.tables import RolloutConfig
 from rollouts.crash_points import reach
 from rollouts.data.rows import parse_prompt
 from rollouts.environments.protocol import Tool, Turn, World
+from rollouts.environments.tools import call_tools
 from rollouts.environments.trajectories import (
     AgentTokenizer,
     ChatFormat,
@@ -40,7 +43,6 @@ from rollouts.environments.turns import (
     make_request,
     play_turns,
 )
-from rollouts.environments.worlds import call_tools
 from rollouts.generation.continuing import join_completions, note_progress
 from rollouts.generation.generate import ask_for_rest
 from rollouts.generation.samples import TRAJECTORY

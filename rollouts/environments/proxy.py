@@ -19,6 +19,8 @@ key: of its newest turn. It ends its trajectory by its end, and is killed, with 
 something else ends it. A trajectory that a stop cuts begins anew.
 """
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import json

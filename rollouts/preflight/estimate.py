@@ -5,6 +5,8 @@ Memory is an estimate: fixed parts are exact (float32 weights, gradients, two Ad
 a formula for Llama-like layers.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Mapping, Sequence

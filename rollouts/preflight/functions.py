@@ -24,8 +24,9 @@ from rollouts.config.tables import RolloutConfig
 from rollouts.data.rows import Row, parse_prompt
 from rollouts.environments.protocol import Tool
 from rollouts.environments.proxy import check_agent
+from rollouts.environments.tools import load_tool
 from rollouts.environments.trajectories import ResponseTemplate, load_response_template
-from rollouts.environments.worlds import MCP, load_tool, open_mcp_tools, open_world
+from rollouts.environments.worlds import MCP, open_mcp_tools, open_world
 from rollouts.errors import ConfigError, PlugInError, RolloutsError, UserFunctionError
 from rollouts.filters import FILTERS, RANKERS, check_some_complete
 from rollouts.loops.algorithm import check_algorithms

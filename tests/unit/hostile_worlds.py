@@ -12,7 +12,7 @@ from typing import Literal
 import trio
 
 from rollouts.environments.protocol import Observation, Turn
-from rollouts.environments.worlds import call_tools
+from rollouts.environments.tools import call_tools
 from rollouts.errors import EnvironmentFailed, ToolError
 from rollouts.types import RewardResult
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from trio.testing import MockClock
 
 from rollouts.environments import worker
-from rollouts.environments.worlds import call_tools, load_tool, make_tool
+from rollouts.environments.tools import call_tools, load_tool, make_tool
 from rollouts.errors import EnvironmentFailed, PlugInError
 from rollouts.rewards.workers import open_workers
 from tests.support.processes import find_descendants

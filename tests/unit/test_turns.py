@@ -15,13 +15,13 @@ import pytest
 from rollouts.config.tables import RolloutConfig
 from rollouts.environments.episode import make_agent_generate, make_formats
 from rollouts.environments.protocol import Observation, Turn
+from rollouts.environments.tools import make_tool
 from rollouts.environments.turns import (
     create_multiturn_rollout,
     execute_tools,
     extract_tool_calls,
     generate_conversation_turn,
 )
-from rollouts.environments.worlds import make_tool
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
 from rollouts.types import Completion, GenerateRequest, Sample, SamplingParams
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
