@@ -12,7 +12,8 @@ from rich.text import Text
 from rollouts.errors import ConfigError, RecordError, RunDirError
 from rollouts.inspect.record import Record, count_of
 from rollouts.inspect.terminal import make_safe
-from rollouts.inspect.tokens import SampleTokens, find_tokenizer, find_updates, list_turns, read_tokens
+from rollouts.inspect.tokens import SampleTokens, find_tokenizer, find_updates, read_tokens
+from rollouts.inspect.turns import list_turns
 
 SORT_KEYS = {"length": "response_length", "group": "group_index"}  # columns of samples_held
 COLORS = {

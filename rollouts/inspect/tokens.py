@@ -1,5 +1,5 @@
 """Tokens of samples as pieces of text, by the run's own tokenizer without transformers, with the values that
-the run keeps of them; and the turns of a trajectory as a person reads them.
+the run keeps of them.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from rollouts.errors import RecordError, RunDirError
-from rollouts.inspect.record import Record, count_of, find_checkpoints, read_settings
+from rollouts.inspect.record import Record, find_checkpoints, read_settings
 from rollouts.metrics.jsonl import Row
 from rollouts.metrics.token_shards import read_token_arrays
-from rollouts.types import ChatMessage, encode_json
 
 # the first update that each of these samples was part of, or each segment of a trajectory, whose last one is
 # `ending`; `share` is then that of all
@@ -101,39 +100,3 @@ def split_text(ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str]:
         return [f"{token} " for token in ids]
     stream = DecodeStream(skip_special_tokens=False)
     return [stream.step(tokenizer, token) or "" for token in ids]
-
-
-def list_turns(row: Row) -> list[dict[str, str]]:
-    """Each message of a trajectory's row of samples.jsonl as `said`, in brackets who says it with what the
-    record knows of it, and `text`: thinking, content and tool calls. What has no `said` is a line where a
-    segment begins.
-
-    The turns of the record are the last messages of the assistant: a prompt may hold others before them.
-    """
-    messages: list[ChatMessage] = row["messages"]
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    numbered = reversed([*enumerate(row["trajectory"]["turns"], 1)])
-    turns = dict(zip(reversed(answers), numbered, strict=False))
-    shown: list[dict[str, str]] = []
-    segment, calls = 0, []
-    for index, message in enumerate(messages):
-        said = [message["role"], message.get("name", "")]
-        if index in turns:
-            number, turn = turns[index]
-            if turn.get("segment", 0) > segment:
-                segment = turn["segment"]
-                shown.append({"said": "", "text": SPLIT.format(segment + 1)})
-            said += [f"turn {number}", count_of(turn["tokens"], "token")]
-            rewards = {"reward": turn.get("reward"), **turn.get("rewards", {})}
-            said += [f"{name} {value:.3g}" for name, value in rewards.items() if value]
-            calls = [*turn.get("calls", ())]
-        elif calls:
-            call = calls.pop(0)
-            said[1:] = [call["name"], call["outcome"].removeprefix("ok")]
-        thinking = message.get("reasoning_content")
-        texts = [f"(thinks) {thinking}" if thinking else "", message["content"]]
-        called = [call["function"] for call in message.get("tool_calls", ())]
-        texts += [f"calls {one['name']} {encode_json(one['arguments'])}" for one in called]
-        who = " · ".join(filter(None, said))
-        shown.append({"said": f"[{who}] ", "text": "\n".join(filter(None, texts))})
-    return shown

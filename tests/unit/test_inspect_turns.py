@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.cli import main
-from rollouts.inspect.tokens import list_turns
+from rollouts.inspect.turns import list_turns
 from rollouts.metrics.writer import open_jsonl_logger
 from rollouts.run_dir import RunDir
 from rollouts.types import Sample, Status

@@ -31,7 +31,8 @@ from rollouts.inspect.record import (
     open_records,
     read_settings,
 )
-from rollouts.inspect.tokens import find_tokenizer, find_updates, list_turns, read_tokens
+from rollouts.inspect.tokens import find_tokenizer, find_updates, read_tokens
+from rollouts.inspect.turns import list_turns
 from rollouts.run_dir import RunDir, describe_activity, find_activity, replace_file
 
 # --- samples ------------------------------------------------------------------------------------------------
