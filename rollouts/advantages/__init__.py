@@ -31,12 +31,11 @@ from rollouts.advantages.inputs import (
     RoleAdvantages,
     Rows,
     compute_role_advantages,
-    compute_token_rewards,
     merge_segments,
     require,
     split_segments,
-    subtract_kl,
 )
+from rollouts.advantages.kl_rewards import compute_token_rewards, subtract_kl
 from rollouts.errors import check_keywords
 from rollouts.types import FloatArray
 
