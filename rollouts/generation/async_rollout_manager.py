@@ -114,16 +114,16 @@ class AsyncRolloutManager:
         self._policy_version = policy_version
         self._max_staleness = max_staleness
         self._plan = GroupPlan(
-            engine,
-            generate,
-            reward,
-            sampling,
-            seed,
-            config.reward_timeout_s,
-            group_reward,
-            tuple(filters),
-            ranker,
-            needs_reward,
+            engine=engine,
+            generate=generate,
+            reward=reward,
+            group_reward=group_reward,
+            filters=tuple(filters),
+            ranker=ranker,
+            sampling=sampling,
+            seed=seed,
+            reward_timeout_s=config.reward_timeout_s,
+            needs_reward=needs_reward,
             spans=spans,
         )
         self._in_rounds = deterministic or engine.features.deterministic
