@@ -239,8 +239,10 @@ class StageLogger:
     opened: Stage
     reference: LogProbScorer | None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.run.logger, name)
+    def __post_init__(self) -> None:
+        self.log_samples = self.run.logger.log_samples
+        self.log_evaluation = self.run.logger.log_evaluation
+        self.log_spans = self.run.logger.log_spans
 
     async def log_step(
         self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float], **more: Any

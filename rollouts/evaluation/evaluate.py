@@ -108,7 +108,14 @@ async def evaluate(
     MAX_FAILED_FRACTION of them failed: a mean over the rest would be of other prompts. Raises what is not one
     sample's failure but everybody's: FleetDown, EngineClosed, ModelError, ConfigError.
     """
-    plan = GroupPlan(engine, generate, reward, sampling, seed, reward_timeout_s)
+    plan = GroupPlan(
+        engine=engine,
+        generate=generate,
+        reward=reward,
+        sampling=sampling,
+        seed=seed,
+        reward_timeout_s=reward_timeout_s,
+    )
     works = [
         partial(make_trajectory, plan, replace(sample, id=f"eval-{sample.id}"))
         for index, row in enumerate(rows)
