@@ -9,7 +9,7 @@ from pathlib import Path
 from integration_training.train import main
 from rollouts.checkpoints.load import check_checkpoint, find_run_model
 from rollouts.errors import ConfigError
-from rollouts.models.lora_files import is_adapter
+from rollouts.models.directories import is_adapter
 from rollouts.run_dir import parse_step
 
 

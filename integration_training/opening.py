@@ -36,9 +36,9 @@ from rollouts.loops.algorithm import count_updates, needs_reference
 from rollouts.loops.rl_batch import Score, score_told
 from rollouts.loops.stopping import Stop
 from rollouts.metrics.spans import SpanRecorder
+from rollouts.models.directories import is_adapter
 from rollouts.models.load import load_hf_model, stop_token_ids
 from rollouts.models.lora import Adapter, make_adapter
-from rollouts.models.lora_files import is_adapter
 from rollouts.preflight.checks import CRITIC as CRITIC_MODEL
 from rollouts.preflight.checks import OWN, REWARD, TEACHER, PreparedRun, find_scalar_model
 from rollouts.preflight.functions import weigh

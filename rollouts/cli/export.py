@@ -13,9 +13,8 @@ def run_export(arguments: argparse.Namespace) -> int:
     """Writes the model or adapter of a run, whole or not at all. Raises RunDirError for a directory that is
     there, CheckpointError for a checkpoint that is not whole, ModelError for an adapter whose base is gone.
     """
-    from rollouts.models.directories import build_directory_once
+    from rollouts.models.directories import build_directory_once, is_adapter
     from rollouts.models.load import save_merged
-    from rollouts.models.lora_files import is_adapter
 
     source, target = Path(find_run_model(arguments.model)), arguments.to
     if parse_step(source.name) is not None:

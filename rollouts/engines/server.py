@@ -45,6 +45,7 @@ from rollouts.errors import (
     ReplyError,
     RequestRefused,
 )
+from rollouts.models.directories import is_adapter
 from rollouts.models.limits import check_request
 from rollouts.protocols import PauseMode
 from rollouts.types import Completion, EngineFeatures, GenerateRequest, SamplingParams
@@ -295,15 +296,15 @@ class ServerEngine:
         if not self.features.update_from_checkpoint:
             self._refuse_update()
         path, dialect = path.absolute(), self.dialect
-        is_adapter = (path / "adapter_config.json").is_file()
-        if is_adapter and not self.features.adapters:
+        adapted = is_adapter(path)
+        if adapted and not self.features.adapters:
             gaps = " ".join(gap for gap in self.features.gaps if "adapter" in gap)
             raise EngineError(f"{self.features.name} cannot load the adapter {path}. {gaps}")
-        if is_adapter or dialect.adapter is not None:
+        if adapted or dialect.adapter is not None:
             if not self._paused:
                 raise EngineError(f"{self.features.name} generates; call pause() before its adapter changes")
             await self.abort_all()
-        if is_adapter:  # one that is damaged harms no server: it is read before anything is changed
+        if adapted:  # one that is damaged harms no server: it is read before anything is changed
             await dialect.load_adapter(path, version)
             return {"version": version}
         try:

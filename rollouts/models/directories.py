@@ -79,6 +79,7 @@ def describe_error(error: BaseException) -> str:
 WEIGHT_INDEX = "model.safetensors.index.json"
 WHOLE_FILE = "model.safetensors"
 CONFIG_FILES = ("config.json", "generation_config.json")  # of which each rank makes its model
+ADAPTER_CONFIG = "adapter_config.json"
 WHOLE_BYTES = 8 * 2**20  # files up to here are hashed whole
 # of a longer one: as many pieces of so many bytes, evenly spread, the first and the last among them
 BLOCKS, BLOCK_BYTES = 32, 64 * 2**10
@@ -92,6 +93,11 @@ def choose_model_cache(cache_dir: Path | None) -> Path:
     return cache_dir or Path(root).expanduser() / "models"
 
 
+def is_adapter(path: Path) -> bool:
+    """Whether a directory holds a LoRA adapter and no model."""
+    return (path / ADAPTER_CONFIG).is_file()
+
+
 def check_model_directory(path: Path) -> None:
     """Raises ModelError unless `path` holds config.json and safetensors weights, every shard of an index
     included.
@@ -99,7 +105,7 @@ def check_model_directory(path: Path) -> None:
     problem = ""
     if not path.is_dir():
         problem = "does not exist; check model.name"
-    elif (path / "adapter_config.json").is_file():
+    elif is_adapter(path):
         problem = (
             "is a LoRA adapter without its model; name the model and set model.lora.init_from to the adapter,"
             f" or make a model of both: rollouts export {path} DIR --merge"

@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rollouts.errors import ModelError, StorageError
-from rollouts.models.directories import WEIGHT_INDEX, WHOLE_FILE, quiet_transformers
+from rollouts.models.directories import WEIGHT_INDEX, WHOLE_FILE, is_adapter, quiet_transformers
 from rollouts.models.lora import Adapter, list_trained
-from rollouts.models.lora_files import WEIGHTS_FILE, is_adapter, write_adapter_config
+from rollouts.models.lora_files import WEIGHTS_FILE, write_adapter_config
 from rollouts.models.safetensors_file import TensorFile
 from rollouts.models.sharded import list_weights
 from rollouts.protocols import Bucket

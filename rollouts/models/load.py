@@ -17,12 +17,13 @@ from rollouts.models.directories import (
     check_model_directory,
     choose_model_cache,
     find_class,
+    is_adapter,
     naming_errors,
     quiet_transformers,
 )
 from rollouts.models.export import save_hf_model
 from rollouts.models.gguf import find_bundled_file, make_gguf_model
-from rollouts.models.lora_files import apply_adapter, find_head, is_adapter, read_base
+from rollouts.models.lora_files import apply_adapter, find_head, read_base
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
 from rollouts.models.tiny import make_tiny
 from rollouts.models.tokenizers import (

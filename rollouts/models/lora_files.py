@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollouts.config.model import LoraConfig
 from rollouts.errors import ModelError
-from rollouts.models.directories import ModelHead, naming_errors
+from rollouts.models.directories import ADAPTER_CONFIG, ModelHead, naming_errors
 from rollouts.models.lora import PREFIX, Adapter, make_adapter, merge_adapter, prepare_places
 from rollouts.models.safetensors_file import write_safetensors
 from rollouts.models.scalar_head import HEAD, HEAD_WEIGHT, get_scalar_weight, has_scalar_head
@@ -29,7 +29,7 @@ from rollouts.models.sharded import make_meta_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+WEIGHTS_FILE, BASE_FILE = "adapter_model.safetensors", "base.json"
 MEASURED = ("score_mean", "score_std")  # what the stage reward_model adds to a model's config
 NAMES_SHOWN = 3
 HEADS = {HEAD, "classifier"}  # what PEFT saves of a model that scores: whichever the model has
@@ -39,11 +39,6 @@ HARMLESS = {
     "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "task_type",
     "r", "lora_alpha", "target_modules", "target_parameters", "modules_to_save", "fan_in_fan_out",
 }  # fmt: skip
-
-
-def is_adapter(path: Path) -> bool:
-    """Whether a directory holds an adapter and no model."""
-    return (path / CONFIG_FILE).is_file()
 
 
 def write_adapter(adapter: Adapter, path: Path, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -76,7 +71,7 @@ def write_adapter_config(adapter: Adapter, path: Path) -> None:
     # of a reward model of scores
     measured = {name: one for name in MEASURED if (one := getattr(of.model_config, name, None)) is not None}
     base = {"path": str(of.base), "files": dict(of.digests), "config": measured}
-    for name, content in ((CONFIG_FILE, config), (BASE_FILE, base)):
+    for name, content in ((ADAPTER_CONFIG, config), (BASE_FILE, base)):
         (path / name).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
 
@@ -84,7 +79,7 @@ def read_adapter_config(path: Path) -> LoraConfig:
     """What an adapter's directory says of it. Raises ModelError if that cannot be read, or asks for what is
     not computed here.
     """
-    file = path / CONFIG_FILE
+    file = path / ADAPTER_CONFIG
     with naming_errors(f"{file} cannot be read"):
         config: dict[str, Any] = json.loads(file.read_text("utf-8"))
         odd = {name: value for name, value in config.items() if value and name not in HARMLESS}
@@ -182,7 +177,7 @@ def read_base(path: Path) -> Base:
         if (path / BASE_FILE).is_file():
             content = json.loads((path / BASE_FILE).read_text("utf-8"))
             return Base(Path(content["path"]), content["files"], content["config"])
-        return Base(Path(json.loads((path / CONFIG_FILE).read_text("utf-8"))["base_model_name_or_path"]))
+        return Base(Path(json.loads((path / ADAPTER_CONFIG).read_text("utf-8"))["base_model_name_or_path"]))
 
 
 def read_adapter(model: PreTrainedModel, path: Path, *, scalar: bool = False) -> Adapter:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from rollouts.errors import EngineError, ModelError
+from rollouts.models.directories import is_adapter
 from rollouts.models.lora import Adapter, copy_adapter
-from rollouts.models.lora_files import is_adapter, read_adapter_weights
+from rollouts.models.lora_files import read_adapter_weights
 from rollouts.models.sharded import convert_group, plan_weights, read_tensors
 from rollouts.protocols import Bucket
 
