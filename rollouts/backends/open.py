@@ -38,7 +38,7 @@ from rollouts.models.directories import ModelHead, compute_model_digests, has_ow
 from rollouts.models.forward_plan import log_plan
 from rollouts.models.host_memory import read_text
 from rollouts.models.layers import checkpoint_layers
-from rollouts.models.lora import Adapter, make_adapter, prepare_places
+from rollouts.models.lora import Adapter, copy_adapter, make_adapter, prepare_places
 from rollouts.models.lora_files import load_adapter
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.scalar_head import set_padding_token
@@ -278,19 +278,15 @@ def train_adapter(trainer: Trainer, optim: OptimConfig, options: TrainerOptions)
     config, model = LoraConfig.model_validate(options.get("lora")), trainer.model
     seed, scalar = options.get("seed") or 0, options.get("head") == "scalar"
 
-    def open_adapters() -> list[Adapter]:
-        """What trains, and a copy of what it starts from."""
+    def open_adapter() -> Adapter:
         # the model's own head is whole inside, and where it computes
-        make = partial(run_unsharded, model, partial(make_adapter, model, config, seed=seed, scalar=scalar))
-        if not config.init_from:
-            return [make()]
-        adapters = [make(), make()]
-        for adapter in adapters:
-            load_adapter(adapter, Path(config.init_from))
-        return adapters
+        made = run_unsharded(model, partial(make_adapter, model, config, seed=seed, scalar=scalar))
+        if config.init_from:
+            load_adapter(made, Path(config.init_from))
+        return made
 
     try:
-        adapter, *start = run_agreed(trainer.ranks, open_adapters).value
+        adapter = run_agreed(trainer.ranks, open_adapter).value
     finally:
         discard_iteration(model)
     return replace(
@@ -298,7 +294,7 @@ def train_adapter(trainer: Trainer, optim: OptimConfig, options: TrainerOptions)
         optimizer=create_adamw_optimizer(adapter, optim),
         plan=trainer.find_plan()._replace(head="scalar") if scalar else trainer.plan,
         adapter=adapter,
-        start=start[0] if start else None,
+        start=copy_adapter(adapter) if config.init_from else None,
         _random_states={},
         _held=None,
     )

@@ -1,7 +1,7 @@
 """Weights of a frozen model in 8 or 4 bits, and what that does to a KL estimate: measured, not assumed.
 
     16bit  every matrix as bfloat16: of a model that adapters train
-8bit   every matrix: blocks of 64 along a row, signed, a float32 scale each: 8.5 bits a weight
+    8bit   every matrix: blocks of 64 along a row, signed, a float32 scale each: 8.5 bits a weight
     4bit   matrices between the embeddings: blocks of 32, unsigned, a float32 scale and a zero point each:
            5.25 bits a weight; embedding and head as in 8bit, for they decide the logits
 
