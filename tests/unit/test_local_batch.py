@@ -40,7 +40,7 @@ no          | 1e9     | 32
 yes         | 0       | 1
 """)
 def test_a_job_is_shorter_while_others_wait_and_makes_a_step_in_any_case(
-    others_wait: bool, seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
+    others_wait: bool, seconds: float, steps: int, monkeypatch
 ):
     monkeypatch.setattr("rollouts.models.decoding.batch.ALONE", (32, seconds))
     monkeypatch.setattr("rollouts.models.decoding.batch.SHARED", (4, seconds))

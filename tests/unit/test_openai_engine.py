@@ -34,7 +34,7 @@ class Letters:
 
 
 def open_engine(
-    choices: str = FOUR_TOKENS, *, calls: list[Any] | None = None, hangs: bool = False, **changes: Any
+    choices: str = FOUR_TOKENS, *, calls: list[Any] | None = None, hangs: bool = False, **changes
 ) -> AbstractAsyncContextManager[OpenAIEngine]:
     """The engine of an endpoint that answers these choices, JSON, to everything; `calls` gets bodies and
     keys.
@@ -60,7 +60,7 @@ def open_engine(
 
 
 @pytest.mark.parametrize("check", engine_contracts.CHECKS)
-async def test_contract(check: Any):
+async def test_contract(check):
     await check(open_engine)
 
 
@@ -110,7 +110,7 @@ choices | message
 {"text": "a", "finish_reason": "length", "token_ids": [1, 2, 3, 4, 5]} | 5 token_ids for max_new_tokens=4
 {"text": "", "finish_reason": "content_filter"} | content filter
 """)
-async def test_answers_that_are_none_are_typed_errors(choices: str, message: str):
+async def test_answers_that_are_none_are_typed_errors(choices, message):
     kind = RequestRefused if "filter" in message else ReplyError
     async with open_engine(choices) as engine:
         with pytest.raises(kind, match=message):
@@ -123,7 +123,7 @@ async def test_a_model_that_is_not_served_is_refused_when_opening():
             pass
 
 
-async def test_abort_and_pause_abort_answer_what_is_on_its_way(autojump_clock: trio.testing.MockClock):
+async def test_abort_and_pause_abort_answer_what_is_on_its_way(autojump_clock):
     async with open_engine(hangs=True) as engine:
         for end in (engine.abort_all, lambda: engine.pause("abort")):
             async with asked(engine, make_request()) as answers:

@@ -69,7 +69,7 @@ def check_files(run_dir: RunDir, attempt: int, logged: int) -> int:
     return torn
 
 
-def check_whole(run_dir: RunDir) -> None:
+def check_whole(run_dir: RunDir):
     """What readers see after the next attempt has opened the files."""
     for file in open_files(run_dir).values():
         file.close()
@@ -102,16 +102,16 @@ def kill_often(folder: Path, places: Sequence[int], *, seed: int) -> int:
     return torn
 
 
-def test_ten_kills_lose_nothing_that_was_logged(tmp_path: Path):
+def test_ten_kills_lose_nothing_that_was_logged(tmp_path):
     torn = kill_often(tmp_path, [0, 9, 0, -5, 0, 20, 0, 12, 0, 0], seed=1)
     assert torn >= 2, "files were torn, and read and repaired"
 
 
 @pytest.mark.slow
-def test_200_kills_at_random_instants_lose_nothing_that_was_logged(tmp_path: Path):
+def test_200_kills_at_random_instants_lose_nothing_that_was_logged(tmp_path):
     kill_often(tmp_path, 200 * [0], seed=2)
 
 
 @pytest.mark.slow
-def test_kills_inside_every_write_and_every_change_of_parts_lose_nothing_that_was_logged(tmp_path: Path):
+def test_kills_inside_every_write_and_every_change_of_parts_lose_nothing_that_was_logged(tmp_path):
     assert kill_often(tmp_path, [*range(1, 21), *range(-20, 0)], seed=3) >= 10

@@ -70,7 +70,7 @@ async def run(model: Path, config: RLTrainingConfig) -> tuple[list[dict[str, flo
             policy_version=lambda: backend.weight_version, max_staleness=0,
         )  # fmt: skip
 
-        async def sync(backend: Any, engines: Sequence[Any], version: int) -> Mapping[str, float]:
+        async def sync(backend, engines: Sequence[Any], version: int) -> Mapping[str, float]:
             return {}
 
         rows = await run_rl_training(

@@ -89,7 +89,7 @@ class MeasuringBackend(FakeBackend):
     was not finite. With every optimizer step its log-probs fall by `nats`.
     """
 
-    def __init__(self, *kls: float | None, step_s: float = 0.0, nats: float = 0.0) -> None:
+    def __init__(self, *kls: float | None, step_s: float = 0.0, nats: float = 0.0):
         super().__init__(step_s, 0.0, {})
         self._kls, self._nats = list(kls), nats
 
