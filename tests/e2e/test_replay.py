@@ -165,7 +165,7 @@ def test_every_update_of_every_kind_of_run_replays(train, tmp_path, case, capsys
     run_dir = train_rl(train, tmp_path, *CASES[case].split(), top=f'advantage = "grpo"\n{lines}\n')
     steps = [row["step"] for row in read_rows(run_dir.metrics)]
     updates = {step: {row["update"] for row in read_step(run_dir, step)[1]} for step in steps}
-    losses: list[str] = []
+    losses = []
     for step in steps:
         assert replay(run_dir.root, step) == 0, capsys.readouterr()
         out = capsys.readouterr().out

@@ -111,8 +111,8 @@ def test_rl_starts_with_the_weights_of_the_sft_checkpoint(train, finished_run, t
 @pytest.mark.slow
 def test_the_model_of_a_stage_is_gone_before_the_next_one_loads(tmp_path, monkeypatch):
     # with its moments it is three times the weights, for as long as RL trains
-    models: list[weakref.ref[object]] = []
-    alive: list[int] = []
+    models = []
+    alive = []
     open_stage = integration_training.stages.open_stage
 
     @asynccontextmanager

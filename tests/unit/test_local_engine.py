@@ -195,7 +195,7 @@ async def test_the_trainers_model_is_left_as_it_was():
 
 
 async def test_deterministic_lists_are_sorted_and_not_joined_by_latecomers():
-    admitted: list[str] = []
+    admitted = []
     async with open_engine(deterministic=True, max_rows=2) as engine, trio.open_nursery() as nursery:
         plain = engine._batch.admit
 

@@ -110,7 +110,7 @@ async def test_an_update_in_flight_is_seen_token_by_token_and_prompts_of_old_wei
 
 
 async def test_a_device_failure_reaches_every_caller_and_the_engine_goes_on():
-    failures: list[EngineError] = []
+    failures = []
     async with open_engine(max_rows=2) as engine:
         plain = engine._batch.step
 

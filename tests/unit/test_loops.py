@@ -143,7 +143,7 @@ class RLRun:
         engine = ScriptedEngine(*([self.script] if self.script else []))
         buffer = DataBuffer([{"prompt": str(n)} for n in range(60)], seed=0)
         config = rl_config(**self.changes)
-        history, failures = [], list[RolloutsError]()
+        history, failures = [], []
 
         async def update(backend, engines: Sequence[Any], version: int, **options) -> Any:
             assert backend.weight_version == version, "the trainer has the weights that are sent"
@@ -321,7 +321,7 @@ async def test_a_cut_step_of_rl_is_given_back_and_the_step_before_is_saved_as_it
 
 
 async def test_what_hangs_is_ended_before_the_deadline_and_other_ranks_are_told(autojump_clock):
-    stop, events = Stop(), list[tuple[str, float]]()
+    stop, events = Stop(), []
 
     async def tell():
         events.append(("told", trio.current_time()))

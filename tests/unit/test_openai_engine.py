@@ -65,7 +65,7 @@ async def test_contract(check):
 
 
 async def test_ids_go_out_and_come_back_without_a_tokenizer_and_without_numbers_to_train_on():
-    calls: list[Any] = []
+    calls = []
     async with open_engine(calls=calls, api_key="key") as engine:
         assert not engine.features.log_probs
         completion = await engine.generate(
@@ -83,7 +83,7 @@ async def test_ids_go_out_and_come_back_without_a_tokenizer_and_without_numbers_
 
 
 async def test_text_goes_out_and_comes_back_with_a_tokenizer():
-    calls: list[Any] = []
+    calls = []
     answer = '{"text": "bad", "finish_reason": "stop"}'
     async with open_engine(answer, calls=calls, tokenizer=Letters()) as engine:
         completion = await engine.generate(make_request(prompt=(3, 1, 2, 0), stop_token_ids=(0,)))

@@ -78,7 +78,7 @@ def slow_bleu(hypothesis: list[int], references: list[list[int]]) -> float:
 
     if not hypothesis:
         return 0.0
-    precisions: list[float] = []
+    precisions = []
     for n in range(1, min(4, len(hypothesis)) + 1):
         grams = count(hypothesis, n)
         matched = sum(min(k, max(count(one, n)[gram] for one in references)) for gram, k in grams.items())

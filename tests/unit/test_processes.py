@@ -55,7 +55,7 @@ async def test_nothing_is_left_of_a_tree(tmp_path, end):
         elif end != "leave":
             os.kill(pids[{"inner": 3, "outer": 4}.get(end, 0)], signal.SIGKILL)
         if end != "leave":
-            codes: list[int | None] = []
+            codes = []
 
             async def wait():
                 codes.append(await process.wait_ended())

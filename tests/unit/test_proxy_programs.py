@@ -5,7 +5,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
@@ -119,7 +118,7 @@ time.sleep(1000)
 
 @cases("cancelled: no yes")
 async def test_what_a_program_started_ends_with_its_trajectory(tmp_path, *, cancelled: bool):
-    pids, ended = tmp_path / "pids", list[Any]()
+    pids, ended = tmp_path / "pids", []
     command = write(tmp_path / "agent.py", FORKS.replace("PIDS", str(pids)))
 
     async def run():

@@ -58,7 +58,7 @@ def check_files(run_dir: RunDir, attempt: int, logged: int) -> int:
         assert all(part.read_bytes().endswith(b"\n") for part in complete)
         *lines, rest = last.read_bytes().split(b"\n") if last.exists() else [b""]
         assert all(isinstance(json.loads(line), dict) for line in lines)
-        said: list[str] = []
+        said = []
         list(iterate_rows(path, report=said.append))
         if rest and parse_row(rest) is None:  # else it lacks at most its newline
             assert f"{last}: the last line is torn ({len(rest)} bytes)" in said.pop()
@@ -73,7 +73,7 @@ def check_whole(run_dir: RunDir):
     """What readers see after the next attempt has opened the files."""
     for file in open_files(run_dir).values():
         file.close()
-    said: list[str] = []
+    said = []
     rows = {path.stem: newest_attempts(iterate_rows(path, report=said.append)) for path in run_dir.row_files}
     assert said == [], "the next attempt has repaired what was torn"
     steps = [(row["stage"], row["step"]) for row in rows["metrics"]]

@@ -93,7 +93,7 @@ dtype | limit
 4bit  | 0.25
 """)
 async def test_a_quantised_reference_is_small_and_its_error_is_told(dtype, limit: float, path, torchao):
-    said: list[str] = []
+    said = []
     async with (
         open_device_thread(name="reference", torch_threads=1) as thread,
         open_frozen_reference(path, device_thread=thread) as exact,

@@ -51,7 +51,7 @@ def code_processes() -> list[psutil.Process]:
     """Every process of this machine whose session was opened for a child of ours, by the descriptors and
     script in its command line.
     """
-    found: list[psutil.Process] = []
+    found = []
     for one in find_processes("code_child.py"):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
             if one.ppid() in (os.getpid(), 1):

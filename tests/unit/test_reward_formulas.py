@@ -222,7 +222,7 @@ def test_what_takes_too_long_or_fails_is_an_error_and_not_a_reward(monkeypatch):
 
 
 def test_formulas_are_compared_only_where_their_time_can_be_limited():
-    raised: list[Exception] = []
+    raised = []
 
     def compare():
         try:

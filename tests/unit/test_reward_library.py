@@ -176,7 +176,7 @@ def test_parts_and_notes_say_why(reward, response, row: dict, parts: dict, note)
 
 
 def test_what_was_extracted_keeps_tokens_and_metadata():
-    seen: list[Sample] = []
+    seen = []
     reward = make_extracted(lambda sample: seen.append(sample) or 0.5)
     assert reward(sample_of("<answer>x</answer>", num_tokens=3, answer="x")) == RewardResult(
         0.5, {"extracted": 1.0}

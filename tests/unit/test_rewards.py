@@ -369,7 +369,7 @@ async def test_async_functions_that_block_the_event_loop_are_named_once(clock):
         await trio.lowlevel.checkpoint()
         return [1.0, 1.0]
 
-    said: list[str] = []
+    said = []
     with watch_blocking(said.append):
         for kind in ("group", "generate", "group"):
             with contextlib.suppress(UserFunctionError):
@@ -390,7 +390,7 @@ async def test_waiting_and_the_time_of_other_tasks_are_not_blocking(clock):
     async def somebody_else():
         clock(5.0)
 
-    said: list[str] = []
+    said = []
     with watch_blocking(said.append):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(call_reward, waits, SAMPLE)

@@ -92,7 +92,7 @@ async def test_updates_beyond_the_kl_limit_change_no_weight_and_the_run_goes_on(
     """A rate of 10 wrecks the model at once: all is undone, and the weights end as with a rate of 0. What no
     update exceeds changes no bit.
     """
-    model, found = resolve_model("tiny:byte", seed=1), list[Any]()
+    model, found = resolve_model("tiny:byte", seed=1), []
     for rate, kl_limit in ((lr, limit), (trained_lr, 0.0)):
         changes = {"steps": 3, "kl_limit": kl_limit, "optim": OptimConfig.model_construct(lr=rate)}
         found.append(await run(model, CONFIG.model_copy(update=changes)))

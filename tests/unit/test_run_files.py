@@ -88,7 +88,7 @@ async def test_the_engine_is_only_as_old_as_it_was_saved_where_steps_follow(
     newest: Any, trains: bool, served, tmp_path, monkeypatch
 ):
     """A run that was cut between two updates may be resumed with the steps it has: they are evaluated."""
-    synced: list[str] = []
+    synced = []
 
     def record(kind, *, answer=None):
         async def sync(*arguments):

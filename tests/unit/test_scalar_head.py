@@ -61,7 +61,7 @@ def make_critic_batch() -> RolloutBatch:
 
 def slow_values(model, batch: RolloutBatch) -> list[Tensor]:
     """[T_i] of every row by itself: at t the head on the decoder's state at t − 1; 0 at t = 0."""
-    rows: list[Tensor] = []
+    rows = []
     for ids in map(torch.from_numpy, batch.tokens):
         states = model.base_model(input_ids=ids[None]).last_hidden_state[0]
         rows.append(torch.cat([states.new_zeros(1), model.score(states)[:-1, 0]]))
@@ -141,7 +141,7 @@ async def test_every_split_has_the_gradient_of_a_plain_forward_of_each_row(kind,
     batch = make_critic_batch()
     assert batch.returns is not None and batch.old_values is not None
     model = load_hf_model(scalar[kind], head="scalar")
-    terms: list[Tensor] = []
+    terms = []
     for row, values in enumerate(slow_values(model, batch)):
         mask = batch.loss_masks[row]
         returns, old = (

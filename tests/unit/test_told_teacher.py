@@ -27,7 +27,7 @@ def tell(context, *samples: Sample, **options) -> Any:
 
 
 async def test_a_response_is_scored_after_the_other_prompt_and_each_token_gets_its_own_value():
-    seen: list[list[int]] = []
+    seen = []
 
     async def score(batch):
         seen.extend(tokens.tolist() for tokens in batch.tokens)

@@ -74,7 +74,7 @@ def test_a_line_that_is_no_row_is_passed_over_and_said_once(root, time_unix):
         f'{{"stage": "rl", "step": 1, "attempt": 1, "time_unix": {time_unix}}}\n'
     )
     append(root, make_row(2))
-    said: list[str] = []
+    said = []
     rows, ends = read_batch(root, FILES, Position("id"), limit=9, say=said.append)
     assert (steps(rows), len(said), "metrics.jsonl: no row" in said[0]) == ([2], 1, True)
     assert read_batch(root, FILES, Position("id", ends), limit=9, say=pytest.fail)[1] == {}
@@ -215,7 +215,7 @@ def run_follower(root, monkeypatch) -> Run:
     """(outcome, what was said) of following a run of eight steps that is over."""
 
     def run(sink: FakeSink, **kind) -> tuple[str, list[str]]:
-        said: list[str] = []
+        said = []
         over = trio.Event()
         over.set()
         append(root, *(make_row(step) for step in range(1, 9)))

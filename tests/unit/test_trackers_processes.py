@@ -54,7 +54,7 @@ middle 2
 def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root, tmp_path, fault):
     command, faults = write_follower(tmp_path)
     faults.write_text(fault)
-    took_s: list[float] = []
+    took_s = []
 
     async def run():
         async with open_trackers(RunDir(root), NAMES, say=lambda text: None, end_s=0.3, command=command):
@@ -77,7 +77,7 @@ def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root, tmp_path
 
 @pytest.mark.parametrize("command", [["/nowhere/python"], [sys.executable, "-c", "raise SystemExit(7)"]])
 async def test_a_follower_that_cannot_start_or_ends_at_once_is_said_and_no_more(root, command: list[str]):
-    said: list[str] = []
+    said = []
     async with open_trackers(RunDir(root), NAMES, say=said.append, command=command):
         append(root, make_row(1))
         await wait_until(lambda: bool(said))

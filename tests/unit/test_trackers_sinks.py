@@ -211,7 +211,7 @@ def test_the_command_leaves_out_what_is_refused_and_sends_all_else_once(collecto
 
 def receive_lines(server: socket.socket) -> list[str]:
     """What has arrived: datagrams on one machine are there when they have been sent."""
-    lines: list[str] = []
+    lines = []
     server.setblocking(False)
     while True:
         try:

@@ -146,8 +146,8 @@ def converse(
     name: str, form: ChatFormat, tokenizer, rng, turns: int = 4
 ) -> tuple[list[Exchange], list[Node]]:
     node = form.begin([turn("user", "What is 12+34? You may add.")])
-    exchanges: list[Exchange] = []
-    answers: list[Node] = []
+    exchanges = []
+    answers = []
     for _ in range(turns):
         completion = sample_turn(name, tokenizer, rng)
         exchanges.append((node.tokens.tolist(), completion))
@@ -206,7 +206,7 @@ def test_what_trains_is_what_the_engine_took_in_and_gave_out(name, kind, history
 
 def converse_by_encoding_again(name: str, form: ChatFormat, tokenizer, rng):
     """The usual way: every prompt, and in the end what trains, is the messages rendered and encoded."""
-    messages, exchanges = [turn("user", "What is 12+34? You may add.")], list[Exchange]()
+    messages, exchanges = [turn("user", "What is 12+34? You may add.")], []
     for _ in range(3):
         node = form.begin(messages)
         completion = sample_turn(name, tokenizer, rng)

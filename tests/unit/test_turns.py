@@ -20,7 +20,7 @@ from rollouts.environments.turns import (
     generate_conversation_turn,
 )
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
-from rollouts.types import Completion, GenerateRequest, Sample, SamplingParams
+from rollouts.types import Completion, Sample, SamplingParams
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 from tests.support.text_tables import cases
 from tests.unit.program_runs import read_calls
@@ -76,7 +76,7 @@ no & no & no                                        | max_turns = 3             
 async def test_a_rollout_is_the_episode_of_the_same_completions(texts, settings: dict, end, autojump_clock):
     said = texts.split(" & ")
     engine = ScriptedEngine(lambda request: ScriptedReply(said[int(request.request_id[15:] or 0)]))
-    exchanges: list[tuple[GenerateRequest, Completion]] = []
+    exchanges = []
 
     async def generate(request):
         exchanges.append((request, await engine.generate(request)))
