@@ -11,6 +11,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _models(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _models(tmp_path_factory):
     """Small models are made once, for this process and those that it starts."""
     os.environ["ROLLOUTS_CACHE"] = str(tmp_path_factory.mktemp("models"))

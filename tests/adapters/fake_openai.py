@@ -5,7 +5,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 
 class Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         print(json.dumps(body), flush=True)
         self.send_response(200 if self.headers["authorization"] == "Bearer k" else 400)

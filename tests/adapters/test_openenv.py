@@ -33,12 +33,12 @@ def open_game(port: int) -> Any:
     return open_openenv(url, to_text=lambda seen: seen["text"], to_action=read_guess)(ROW)
 
 
-async def say(game: Any, text: str) -> Any:
+async def say(game, text: str) -> Any:
     seen = await game.step(Turn(message={"role": "assistant", "content": text}, text=text))
     return seen if isinstance(seen, str) else (seen.messages, seen.reward, seen.done)
 
 
-async def test_a_game_is_played_from_the_seed_to_its_end(port: int) -> None:
+async def test_a_game_is_played_from_the_seed_to_its_end(port):
     async with open_game(port) as game:
         assert game.reset() == [{"role": "user", "content": "Be quick.\n\nGuess a number up to 6."}]
         assert await say(game, "") == "Error: say a number"
@@ -47,10 +47,10 @@ async def test_a_game_is_played_from_the_seed_to_its_end(port: int) -> None:
         assert await say(game, "5") == ("right", 1.0, True)
 
 
-async def test_a_full_server_is_waited_for(port: int) -> None:
+async def test_a_full_server_is_waited_for(port):
     opened: list[int] = []
 
-    async def play(number: int, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+    async def play(number, task_status=trio.TASK_STATUS_IGNORED):
         async with open_game(port) as game:
             opened.append(number)
             task_status.started()
@@ -63,13 +63,13 @@ async def test_a_full_server_is_waited_for(port: int) -> None:
     assert opened == [0, 1, 2]
 
 
-async def test_a_connection_outlives_pings_while_nobody_asks(port: int) -> None:
+async def test_a_connection_outlives_pings_while_nobody_asks(port):
     async with open_game(port) as quiet, open_game(port) as other:
         await say(other, "77")
         assert await say(quiet, "5") == ("right", 1.0, True)
 
 
-async def test_a_cancelled_call_closes_its_connection(port: int) -> None:
+async def test_a_cancelled_call_closes_its_connection(port):
     async with open_game(port) as game:
         with trio.move_on_after(0.5):
             await say(game, "77")
@@ -77,7 +77,7 @@ async def test_a_cancelled_call_closes_its_connection(port: int) -> None:
             await say(game, "5")
 
 
-async def test_a_game_that_breaks_is_named(port: int) -> None:
+async def test_a_game_that_breaks_is_named(port):
     async with open_game(port) as game:
         with pytest.raises(EnvironmentFailed, match="the game fell down"):
             await say(game, "99")

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def test_the_training_data_are_rows_of_a_run():
     ],
 )
 def test_a_trajectory_is_played_and_its_reward_sent_where_there_is_one(
-    tmp_path: Path, key: str, arguments: str, asked: int, said: str
+    tmp_path, key, arguments, asked: int, said
 ):
     row = {"prompt": PROMPT, "answer": "b", "example_id": 0, "prompt_id": "row-0", "epoch": 0}
     (tmp_path / "row.json").write_text(json.dumps(row))

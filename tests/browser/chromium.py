@@ -35,7 +35,7 @@ class DevToolsError(Exception):
 class Page:
     """A tab. Made by open_page."""
 
-    def __init__(self, to_browser: trio.abc.SendStream) -> None:
+    def __init__(self, to_browser: trio.abc.SendStream):
         self._to_browser = to_browser
         self._lock = trio.Lock()
         self._number = 0
@@ -43,7 +43,7 @@ class Page:
         self._session: dict[str, str] = {}  # what a call of the tab says besides
         self.events: list[dict[str, Any]] = []  # everything that the page said, in order
 
-    async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+    async def call(self, method: str, **parameters) -> dict[str, Any]:
         """The result of a DevTools call. Raises DevToolsError if it is refused, TooSlowError without an
         answer in a minute.
         """
@@ -59,7 +59,7 @@ class Page:
             raise DevToolsError(f"{method}: {answer['error']}")
         return answer["result"]
 
-    async def read(self, from_browser: trio.abc.ReceiveStream) -> None:
+    async def read(self, from_browser: trio.abc.ReceiveStream):
         """Takes what the browser says until it ends: answers by their number, events in order."""
         rest = b""
         async for chunk in from_browser:
@@ -72,7 +72,7 @@ class Page:
                 else:
                     self.events.append(message)
 
-    async def attach(self) -> None:
+    async def attach(self):
         """Opens the tab and lets it tell of its console, exceptions and requests."""
         target = await self.call("Target.createTarget", url="about:blank")
         answer = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
@@ -80,17 +80,17 @@ class Page:
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
 
-    async def resize(self, width: int, height: int) -> None:
+    async def resize(self, width: int, height: int):
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         await self.call("Emulation.setDeviceMetricsOverride", **size)
 
-    async def prefer(self, scheme: str) -> None:
+    async def prefer(self, scheme: str):
         """The system's theme, `light` or `dark`."""
         await self.call(
             "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
         )
 
-    async def open(self, url: str) -> None:
+    async def open(self, url: str):
         """Goes to an address and waits until the page says that it is ready."""
         await self.call("Page.navigate", url=url)
         await self.wait("document.documentElement.dataset.ready === 'true'")
@@ -104,7 +104,7 @@ class Page:
             raise DevToolsError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    async def wait(self, expression: str) -> None:
+    async def wait(self, expression: str):
         """Until the expression is true of the page. Raises TooSlowError."""
         condition = f"(() => {{ try {{ return Boolean({expression}); }} catch {{ return false; }} }})()"
         # the page's own clock; a page without a window draws no frames
@@ -113,7 +113,7 @@ class Page:
             while not await self.evaluate(condition):
                 await self.evaluate(frame)
 
-    async def press(self, key: str) -> None:
+    async def press(self, key: str):
         """A key down and up, with its text if it is a letter or a sign."""
         code = KEY_CODES.get(key, ord(key.upper()[0]))
         text = {"text": key} if len(key) == 1 else {}
@@ -121,11 +121,11 @@ class Page:
             more |= {"type": kind, "key": key, "windowsVirtualKeyCode": code}
             await self.call("Input.dispatchKeyEvent", **more)
 
-    async def type(self, text: str) -> None:
+    async def type(self, text: str):
         """Text as from a keyboard, into what has the focus."""
         await self.call("Input.insertText", text=text)
 
-    async def screenshot(self, path: Path) -> None:
+    async def screenshot(self, path: Path):
         """What the window shows, as a PNG."""
         image = await self.call("Page.captureScreenshot", format="png")
         await trio.Path(path).write_bytes(base64.b64decode(image["data"]))
@@ -183,7 +183,7 @@ async def open_page(profile: Path) -> AsyncIterator[Page]:
         await end(process)
 
 
-async def end(process: trio.Process) -> None:
+async def end(process: trio.Process):
     """The browser ends when its pipes close; what has not ended soon is killed."""
     with trio.move_on_after(10, shield=True):
         await process.wait()

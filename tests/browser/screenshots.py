@@ -46,7 +46,7 @@ COMMANDS = """
     terminal-plot              110  30  plot RUN reward/mean entropy/mean --stage rl"""
 
 
-async def take_all(runs: dict[str, Path], into: Path, folder: Path) -> None:
+async def take_all(runs: dict[str, Path], into: Path, folder: Path):
     shots: list[tuple[str, Path, str, int, int, str]] = []
     for line in REPORTS.strip().splitlines():
         name, shown, scheme, width, height, section = line.split()
@@ -73,7 +73,7 @@ async def take_all(runs: dict[str, Path], into: Path, folder: Path) -> None:
             print(into / f"{name}.png")
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -44,13 +44,13 @@ async def open_report(tmp_path: Path, *runs: Path) -> AsyncIterator[Page]:
 
 
 @pytest.fixture
-async def page(tmp_path: Path) -> AsyncIterator[Page]:
+async def page(tmp_path) -> AsyncIterator[Page]:
     with trio.fail_after(120):
         async with open_report(tmp_path) as page:
             yield page
 
 
-async def choose(page: Page, label: str, value: str) -> None:
+async def choose(page: Page, label: str, value: str):
     """Chooses an entry of the select that stands in the label that begins with `label`."""
     await page.evaluate(
         "(() => { const node = [...document.querySelectorAll('#samples label')].find((other) =>"
@@ -59,20 +59,20 @@ async def choose(page: Page, label: str, value: str) -> None:
     )
 
 
-async def fill_in(page: Page, field: str, text: str) -> None:
+async def fill_in(page: Page, field: str, text: str):
     await page.evaluate(
         f"document.getElementById({field!r}).focus(); document.getElementById({field!r}).select()"
     )
     await page.type(text)
 
 
-async def set_value(page: Page, selector: str, value: str) -> None:
+async def set_value(page: Page, selector: str, value: str):
     """Sets a field as if it had been typed."""
     node = f"document.querySelector({selector!r})"
     await page.evaluate(f"{node}.value = {value!r}; {node}.dispatchEvent(new Event('input'))")
 
 
-async def test_it_opens_with_every_section_and_draws(page: Page):
+async def test_it_opens_with_every_section_and_draws(page):
     titles: list[str] = await page.evaluate(
         "[...document.querySelectorAll('main h2')].map((node) => node.textContent)"
     )
@@ -94,7 +94,7 @@ async def test_it_opens_with_every_section_and_draws(page: Page):
     assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-async def test_it_tells_a_run_in_numbers(page: Page):
+async def test_it_tells_a_run_in_numbers(page):
     texts: list[str] = await page.evaluate(
         "[...document.querySelectorAll('.tile')].map((node) => node.innerText.replaceAll('\\n', ' '))"
     )
@@ -112,7 +112,7 @@ async def test_it_tells_a_run_in_numbers(page: Page):
 
 
 async def test_lines_of_the_audit_log_are_columns_and_one_that_cannot_be_read_spoils_no_other(
-    tmp_path: Path,
+    tmp_path,
 ):
     run = write_run(tmp_path / "written")
     lines = (run / "updates.log").read_text().splitlines(keepends=True)
@@ -128,7 +128,7 @@ async def test_lines_of_the_audit_log_are_columns_and_one_that_cannot_be_read_sp
         assert "skipped: the loss is not finite" in rows
 
 
-async def test_samples_are_filtered_by_status_reward_and_text(page: Page):
+async def test_samples_are_filtered_by_status_reward_and_text(page):
     assert await page.evaluate(SHOWN) == 80
     await choose(page, "Status", "failed")
     assert await page.evaluate(SHOWN) == 4
@@ -147,7 +147,7 @@ async def test_samples_are_filtered_by_status_reward_and_text(page: Page):
     assert (await page.evaluate(COUNT)).startswith("36 samples found. The report holds all of the 80")
 
 
-async def test_samples_are_sorted_and_shown_with_their_texts_as_text(page: Page):
+async def test_samples_are_sorted_and_shown_with_their_texts_as_text(page):
     await choose(page, "Sort", "response_length-")
     first = await page.evaluate("document.querySelector('#sample-list li').textContent")
     assert "7 tok" in first
@@ -158,7 +158,7 @@ async def test_samples_are_sorted_and_shown_with_their_texts_as_text(page: Page)
     assert await page.evaluate("document.title") == "written"
 
 
-async def test_keys_change_sample_and_step_and_lead_to_the_search(page: Page):
+async def test_keys_change_sample_and_step_and_lead_to_the_search(page):
     step, active = "document.getElementById('sample-step').value", "document.activeElement"
     help_open = "document.getElementById('keys').open"
     await page.evaluate("document.getElementById('sample-list').focus()")
@@ -181,7 +181,7 @@ async def test_keys_change_sample_and_step_and_lead_to_the_search(page: Page):
         assert await page.evaluate(expression) == expected, keys
 
 
-async def test_everything_that_takes_a_click_is_reached_by_tab_and_has_a_name(page: Page):
+async def test_everything_that_takes_a_click_is_reached_by_tab_and_has_a_name(page):
     nameless = await page.evaluate(
         "[...document.querySelectorAll('button, select, input, canvas[tabindex], a[href]')].filter((node)"
         " => node.tabIndex < 0 || ![node.getAttribute('aria-label'), node.textContent,"
@@ -202,7 +202,7 @@ async def test_everything_that_takes_a_click_is_reached_by_tab_and_has_a_name(pa
     )  # no level is left out on the way down
 
 
-async def test_the_theme_follows_the_system_until_it_is_chosen(page: Page):
+async def test_the_theme_follows_the_system_until_it_is_chosen(page):
     assert await page.evaluate(BACKGROUND) == LIGHT
     await page.prefer("dark")
     assert await page.evaluate(BACKGROUND) == DARK
@@ -237,19 +237,19 @@ CONTRAST = """(() => {
 
 
 @cases("scheme: light dark")
-async def test_text_is_readable_on_what_is_behind_it(page: Page, scheme: str):
+async def test_text_is_readable_on_what_is_behind_it(page, scheme):
     await page.prefer(scheme)
     await choose(page, "Status", "failed")
     assert await page.evaluate(CONTRAST) == []
 
 
 @cases("width: 360 768 2000")
-async def test_nothing_is_wider_than_the_window(page: Page, width: int):
+async def test_nothing_is_wider_than_the_window(page, width: int):
     await page.resize(width, 800)
     assert await page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-async def test_metrics_are_filtered_and_drawn_over_time_and_on_a_log_axis(page: Page):
+async def test_metrics_are_filtered_and_drawn_over_time_and_on_a_log_axis(page):
     await fill_in(page, "metric-filter", "reward")
     titles: Any = await page.evaluate(
         "[...document.querySelectorAll('#curves figcaption span:first-child')].map((node) =>"
@@ -265,13 +265,13 @@ async def test_metrics_are_filtered_and_drawn_over_time_and_on_a_log_axis(page: 
     assert tip == "0.1667 min\n0.02", "10 s after the first row"
 
 
-async def test_a_failure_leads_to_a_sample(page: Page):
+async def test_a_failure_leads_to_a_sample(page):
     await page.evaluate("document.querySelector('#failures button').click()")
     assert await page.evaluate("document.getElementById('sample-step').value") == "5"
     assert "s5-3" in await page.evaluate("document.querySelector('#sample h3').textContent")
 
 
-async def test_two_runs_are_shown_beside_each_other(tmp_path: Path):
+async def test_two_runs_are_shown_beside_each_other(tmp_path):
     runs = write_run(tmp_path / "slow"), write_run(tmp_path / "fast", steps=30, lr=5e-3)
     async with open_report(tmp_path, *runs) as page:
         differing = "document.querySelector('#differences tbody').innerText.includes('rl.optim.lr')"
@@ -284,7 +284,7 @@ async def test_two_runs_are_shown_beside_each_other(tmp_path: Path):
         assert (await page.evaluate(COUNT)).startswith("120 samples found")
 
 
-async def test_it_prints_light_and_without_its_controls(page: Page):
+async def test_it_prints_light_and_without_its_controls(page):
     await page.prefer("dark")
     pdf = await page.call("Page.printToPDF", printBackground=True)
     assert len(pdf["data"]) > 50_000

@@ -62,7 +62,7 @@ def sft_after(act: Callable[[LossInputs], LossInputs | None]) -> Callable[..., L
 
 
 @sft_after
-def last_rank_loss(inputs: LossInputs) -> None:
+def last_rank_loss(inputs: LossInputs):
     """Fails on the last rank alone."""
     if is_rank(-1):
         raise ZeroDivisionError("the loss failed on one rank")
@@ -76,7 +76,7 @@ def last_rank_nan_loss(inputs: LossInputs) -> LossInputs:
 
 
 @sft_after
-def second_call_loss(inputs: LossInputs) -> None:
+def second_call_loss(inputs: LossInputs):
     """Fails at a rank's second micro-batch, when the gradient of the first is held and not yet summed over
     the ranks.
     """
@@ -86,25 +86,25 @@ def second_call_loss(inputs: LossInputs) -> None:
 
 
 @sft_after
-def last_rank_without_disk_loss(inputs: LossInputs) -> None:
+def last_rank_without_disk_loss(inputs: LossInputs):
     """From here on the system lets no file of the last rank's process grow, as a full disk would."""
     limit_files(0, rank=-1)
 
 
 @sft_after
-def last_rank_with_disk_loss(inputs: LossInputs) -> None:
+def last_rank_with_disk_loss(inputs: LossInputs):
     """The last rank may write again."""
     limit_files(resource.RLIM_INFINITY, rank=-1)
 
 
-def limit_files(size: int, *, rank: int) -> None:
+def limit_files(size: int, *, rank: int):
     """How large a file may get that this process writes, where it is that rank."""
     if is_rank(rank):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 @sft_after
-def scarce_memory_loss(inputs: LossInputs) -> None:
+def scarce_memory_loss(inputs: LossInputs):
     """Leaves the last rank's machine without memory for a copy, as that rank sees it from now on; every other
     sees plenty.
     """
@@ -112,7 +112,7 @@ def scarce_memory_loss(inputs: LossInputs) -> None:
 
 
 @sft_after
-def plenty_memory_loss(inputs: LossInputs) -> None:
+def plenty_memory_loss(inputs: LossInputs):
     """Gives it back."""
     captures.read_free_memory = lambda: 1 << 40
 
@@ -120,7 +120,7 @@ def plenty_memory_loss(inputs: LossInputs) -> None:
 # --- checks of ranks ----------------------------------------------------------------------------------------
 
 
-async def check_a_failure_of_one_rank_is_named_and_forgotten_by_reset(open_backend: Any) -> None:
+async def check_a_failure_of_one_rank_is_named_and_forgotten_by_reset(open_backend):
     """All ranks are in step afterwards, and the next step is that of a backend on which nothing failed."""
     batch = make_batch()
     async with open_backend() as backend:
@@ -146,7 +146,7 @@ async def check_a_failure_of_one_rank_is_named_and_forgotten_by_reset(open_backe
         assert worst < 1e-3, f"{name} left {worst} behind"
 
 
-async def check_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(open_backend: Any) -> None:
+async def check_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(open_backend):
     """Nothing moves, and the ranks agree afterwards."""
     batch = make_batch()
     async with open_backend() as backend:
@@ -158,12 +158,12 @@ async def check_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(open_bac
         await train(backend, batch)
 
 
-async def check_a_sink_that_raises_leaves_the_ranks_in_step(open_backend: Any) -> None:
+async def check_a_sink_that_raises_leaves_the_ranks_in_step(open_backend):
     """The stream is a failed step; after reset() everything works."""
     async with open_backend() as backend:
         buckets: list[int] = []
 
-        def sink(bucket: Any) -> None:
+        def sink(bucket):
             buckets.append(len(bucket))
             raise OSError("the sink failed")
 
@@ -175,7 +175,7 @@ async def check_a_sink_that_raises_leaves_the_ranks_in_step(open_backend: Any) -
         assert "lm_head.weight" not in names  # tied, so it comes once
 
 
-async def check_no_parameter_is_whole_on_a_rank(open_backend: Any) -> None:
+async def check_no_parameter_is_whole_on_a_rank(open_backend):
     """Between steps a rank has its rows of every parameter, gradient and moment, and the root's too."""
     from torch.distributed.tensor import DTensor
 
@@ -188,19 +188,19 @@ async def check_no_parameter_is_whole_on_a_rank(open_backend: Any) -> None:
             assert len(parameter.to_local()) == len(parameter.grad.to_local()) <= rows, name
 
 
-async def check_a_full_disk_on_one_rank_costs_the_checkpoint_only(open_backend: Any, folder: Path) -> None:
+async def check_a_full_disk_on_one_rank_costs_the_checkpoint_only(open_backend, folder: Path):
     """All ranks fail the save alike, the one before loads, training goes on, and the next save is whole: on
     the last rank, then on rank 0.
     """
     batch = make_batch()
 
-    async def save(backend: Any, step: int) -> None:
-        async def write(path: Path) -> None:
+    async def save(backend, step: int):
+        async def write(path: Path):
             await backend.save(path)
 
         await save_checkpoint(folder / f"step_{step}", write_model=write, state={}, stage="sft", step=step)
 
-    async def save_refused(backend: Any, rank: int) -> None:
+    async def save_refused(backend, rank: int):
         said = str(await raised_by(save(backend, 2), StorageError))
         assert f"{folder}/step_2 cannot be written (" in said and "File too large" in said, said
         assert rank == 0 or f"rank {rank} failed" in said, said
@@ -230,9 +230,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(
-    open_backend: Any, folder: Path
-) -> None:
+async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(open_backend, folder: Path):
     """Bit for bit, whatever is trained between the copy and the writing; and CheckpointWriter saves so."""
     async with open_backend() as backend:
         await train(backend, make_batch(), LossSpec(f"{HERE}:plenty_memory_loss"))
@@ -274,7 +272,7 @@ async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(
         await backend.load(run_dir.checkpoint("sft", 1))
 
 
-async def check_where_one_rank_has_no_room_for_a_copy_none_copies(open_backend: Any, folder: Path) -> None:
+async def check_where_one_rank_has_no_room_for_a_copy_none_copies(open_backend, folder: Path):
     """Training waits for the save then, and everything works afterwards."""
     async with open_backend() as backend:
         await train(backend, make_batch(), LossSpec(f"{HERE}:scarce_memory_loss"))
@@ -288,9 +286,7 @@ async def check_where_one_rank_has_no_room_for_a_copy_none_copies(open_backend: 
         assert await backend.capture() is not None  # never written: the next backend opens all the same
 
 
-async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(
-    open_backend: Any, folder: Path
-) -> None:
+async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(open_backend, folder: Path):
     """Rank 0 raises the other rank's error after all have ended; steps are not disturbed, and the next copy
     is written.
     """
@@ -342,14 +338,14 @@ def list_checks(trained: str) -> dict[str, Callable[..., Awaitable[None]]]:
     return {name: check for name, check in sorted(found.items()) if name.startswith("check_")}
 
 
-async def drive(channel: Any, ranks: Any) -> dict[str, str]:
+async def drive(channel, ranks) -> dict[str, str]:
     from rollouts.backends.fsdp import open_fsdp_backend
 
     name, trained = TRAINED[sys.argv[1]]
     path = await trio.to_thread.run_sync(find_model, name)
 
     @asynccontextmanager
-    async def open_backend(**options: Any) -> AsyncIterator[Any]:
+    async def open_backend(**options) -> AsyncIterator[Any]:
         settings: Any = {
             "optim": OPTIM,
             "total_steps": 10,

@@ -24,7 +24,7 @@ def run_ranks(ranks: int, module: str, *arguments: str, out: Path) -> Any:
     return json.loads(out.read_text())
 
 
-def start_ranks(ranks: int, module: str, *arguments: str) -> None:
+def start_ranks(ranks: int, module: str, *arguments: str):
     """Returns when `module`, run by torchrun with `ranks` processes, has ended well."""
     from rollouts.ranks.launch import torchrun_command
 
@@ -55,7 +55,7 @@ async def drive_ranks(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size
         return await serve_backends(opened.channel, opened.ranks)
 
 
-def main(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size: int = 0) -> None:
+def main(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size: int = 0):
     """Runs `drive` on rank 0, and writes what it returns."""
     warnings.simplefilter("error")
     warnings.filterwarnings(

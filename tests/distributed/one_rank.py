@@ -4,7 +4,7 @@ compare.
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  (documented there)
@@ -37,7 +37,7 @@ class Trained(NamedTuple):
     weights: dict[str, Tensor]  # after the last
 
 
-async def train(backend: Any) -> Trained:
+async def train(backend) -> Trained:
     losses, norms, gradient = [], [], {}
     for step in range(3):
         losses.append((await backend.forward_backward(make_batch(step), GRPO)).loss)

@@ -26,7 +26,7 @@ from rollouts.ranks.meet import Ranks, all_gather_floats, close_group, connect
 state.RANK_BUCKET_BYTES = 40_000  # several turns, and weights that are larger
 
 
-def step(trainer: Trainer) -> None:
+def step(trainer: Trainer):
     """AdamW with a gradient that every rank makes of its own rows."""
     torch.manual_seed(0)
     for _, parameter in trainer.model.named_parameters():
@@ -60,7 +60,7 @@ def capture(trainer: Trainer, ranks: Ranks, path: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)
     folder = Path(sys.argv[-1])
     ranks = connect(read_launch(os.environ), int(sys.argv[1]), lambda: "cpu").ranks

@@ -21,14 +21,14 @@ from rollouts.ranks.meet import OpenRanks, all_gather_floats, open_ranks
 ranks_channel.SILENT_BEATS = int(os.environ.get("SILENT_BEATS", "20"))
 
 
-async def hang(opened: OpenRanks) -> None:
+async def hang(opened: OpenRanks):
     async with open_device_thread(name="trainer") as thread:
         if opened.ranks.rank:
             thread.submit(dist.barrier)
         await trio.sleep_forever()
 
 
-async def answer(opened: OpenRanks) -> None:
+async def answer(opened: OpenRanks):
     channel = opened.channel
     if opened.ranks.rank == 0:
         channel.send({"name": "double", "numbers": [1, 2]})
@@ -38,7 +38,7 @@ async def answer(opened: OpenRanks) -> None:
         channel.answer("doubled", str([2 * number for number in command["numbers"]]))
 
 
-async def fail(opened: OpenRanks) -> None:
+async def fail(opened: OpenRanks):
     async with open_device_thread(name="trainer") as thread:
         if opened.ranks.rank == 1:
             opened.channel.phase = "step 3"
@@ -46,14 +46,14 @@ async def fail(opened: OpenRanks) -> None:
         await thread.submit(lambda: all_gather_floats(opened.ranks, [1.0]))
 
 
-async def force(opened: OpenRanks) -> None:
+async def force(opened: OpenRanks):
     if opened.ranks.rank:
         await opened.channel.receive()
     await opened.channel.end_others()
     os._exit(0)
 
 
-async def main() -> None:
+async def main():
     async with open_ranks(read_launch(os.environ)) as opened:
         opened.channel.phase = f"step {opened.ranks.rank + 1}"
         await trio.sleep(2.5)  # the others know the phase

@@ -19,13 +19,13 @@ def run_checks(trained: str, folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("contract")
 
 
 @pytest.mark.parametrize(
     ("trained", "check"), [(one, check) for one in TRAINED for check in list_checks(one)]
 )
-def test_contract_on_two_ranks(trained: str, check: str, folder: Path):
+def test_contract_on_two_ranks(trained, check, folder):
     results = run_checks(trained, folder)
     assert results[check] == "ok", results[check]

@@ -69,7 +69,7 @@ def sum_terms(case: Case, step: int) -> float:
 
 def assert_equal(
     said: dict[str, Any], weights: dict[str, Tensor], number: int, cases: str, *, first: int = 0
-) -> None:
+):
     """`first`: the steps of one process that went before."""
     alone, wanted, terms = train_alone(number, cases)
     tolerance = TOLERANCE[{"ten": TEN_STEPS, "others": OTHERS}[cases][number].dtype]
@@ -90,7 +90,7 @@ def run_cases(
 
 
 def test_ten_steps_on_ranks_are_those_of_one_process_also_when_their_number_changes_after_five(
-    tmp_path: Path,
+    tmp_path,
 ):
     """On two ranks, which save after step 5; on one and on four, where five more steps follow what two have
     saved.
@@ -108,12 +108,12 @@ def test_ten_steps_on_ranks_are_those_of_one_process_also_when_their_number_chan
             )
 
 
-def test_replicas_of_shards_train_as_one_process(tmp_path: Path):
+def test_replicas_of_shards_train_as_one_process(tmp_path):
     """Four ranks, two copies of the model, each of them on two ranks."""
     ((said, weights),) = run_cases(4, TEN_STEPS[3:], tmp_path, shard_size=2)
     assert_equal(said, weights, 3, "ten")
 
 
-def test_every_family_and_option_trains_on_ranks_as_in_one_process(tmp_path: Path):
+def test_every_family_and_option_trains_on_ranks_as_in_one_process(tmp_path):
     for number, (said, weights) in enumerate(run_cases(2, OTHERS, tmp_path)):
         assert_equal(said, weights, number, "others")

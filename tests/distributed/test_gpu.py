@@ -50,14 +50,14 @@ def path() -> Path:
     return resolve_model("tiny:llama")
 
 
-def assert_same(found: Trained, wanted: Trained, tolerance: float) -> None:
+def assert_same(found: Trained, wanted: Trained, tolerance: float):
     assert found.losses == pytest.approx(wanted.losses, rel=tolerance, abs=tolerance)
     assert found.norms == pytest.approx(wanted.norms, rel=tolerance)
     assert compute_difference(found.gradient, wanted.gradient) <= tolerance
     assert compute_difference(found.weights, wanted.weights) <= tolerance
 
 
-async def train_alone(path: Path, **options: Any) -> Trained:
+async def train_alone(path: Path, **options) -> Trained:
     async with open_pytorch_backend(
         path, device="cuda", **OPTIONS, **{"autocast": "off", **options}
     ) as backend:
@@ -65,7 +65,7 @@ async def train_alone(path: Path, **options: Any) -> Trained:
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_a_rank_on_a_gpu_trains_as_one_process_there(case: str, path: Path):
+async def test_a_rank_on_a_gpu_trains_as_one_process_there(case, path):
     options = {"autocast": "off", **CASES[case]}
     wanted = await train_alone(path, autocast=options["autocast"])
     async with (
@@ -80,11 +80,11 @@ async def test_a_rank_on_a_gpu_trains_as_one_process_there(case: str, path: Path
 
 @cases("cpu_offload: no yes")
 async def test_what_is_saved_on_a_gpu_goes_on_with_the_same_weights_and_moments(
-    cpu_offload: bool, path: Path, tmp_path: Path
+    cpu_offload: bool, path, tmp_path
 ):
     """Saved after three steps; both backends take a fourth. The moments lie where the weights do."""
 
-    async def step(backend: FSDPTrainingBackend) -> dict[str, torch.Tensor]:
+    async def step(backend):
         await backend.forward_backward(make_batch(3), GRPO)
         await backend.optim_step()
         moments = {

@@ -1,7 +1,6 @@
 """Adapters over two ranks are those of one process: losses, norms and weights up to rounding."""
 
 import json
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -25,7 +24,7 @@ CASES = [
 ]
 
 
-async def test_adapters_on_two_ranks_are_those_of_one_also_when_their_number_changes(tmp_path: Path):
+async def test_adapters_on_two_ranks_are_those_of_one_also_when_their_number_changes(tmp_path):
     """What one process has saved after two steps goes on on two ranks, and the reverse."""
     here, there = str(tmp_path / "here"), str(tmp_path / "there")
     scalar = Case(str(save_scalar("byte", tmp_path / "scalar")), options={"head": "scalar"})

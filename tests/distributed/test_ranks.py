@@ -61,7 +61,7 @@ def open_processes(
     ],
 )
 def test_ranks_that_hang_in_a_collective_end_and_name_the_one_that_is_killed_or_frozen(
-    lost: int, how: signal.Signals, reason: str
+    lost: int, how: signal.Signals, reason
 ):
     with open_processes("hang", 3) as ranks:
         ranks[lost].send_signal(how)
@@ -96,7 +96,7 @@ fail   | [75, 1]   | rollouts: rank 1 was lost during step 3: \
 ModelError: no memory for 8 bytes; this process | ModelError: no memory for 8 bytes | the other names rank 1
 force  | [0, 0]    |                           |      | rank 0 ends by force in a stop
 """)
-def test_ranks_end_together(job: str, codes: Any, first: str, last: str):
+def test_ranks_end_together(job, codes: Any, first, last):
     with open_processes(job, len(codes)) as ranks:
         said = ["".join(rank.communicate(timeout=SOON_S)) for rank in ranks]
         assert [rank.returncode for rank in ranks] == codes, said

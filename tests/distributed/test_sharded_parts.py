@@ -26,7 +26,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+def case(request, tmp_path_factory) -> tuple[Path, int]:
     """The folder that a job has filled, and its number of ranks."""
     kind, ranks, shard_size = CASES[request.param]
     return run_case(kind, ranks, shard_size, tmp_path_factory.mktemp("parts")), ranks
@@ -44,7 +44,7 @@ def read_found(folder: Path, ranks: int) -> list[dict[str, Any]]:
 
 
 @cases("name: saved beside")
-def test_what_ranks_wrote_loads_with_transformers_as_the_trained_weights(case: tuple[Path, int], name: str):
+def test_what_ranks_wrote_loads_with_transformers_as_the_trained_weights(case, name):
     folder, ranks = case
     trained, before = (
         load_file(folder / "weights.safetensors"),
@@ -60,7 +60,7 @@ def test_what_ranks_wrote_loads_with_transformers_as_the_trained_weights(case: t
     assert {path.name for path in (folder / name).glob("model*")} == files | {"model.safetensors.index.json"}
 
 
-def test_a_copy_that_was_written_later_has_the_bytes_of_the_save(case: tuple[Path, int]):
+def test_a_copy_that_was_written_later_has_the_bytes_of_the_save(case):
     saved, beside = (
         {path.relative_to(part): path for path in part.rglob("*") if path.is_file()}
         for part in (case[0] / "saved", case[0] / "beside")
@@ -69,7 +69,7 @@ def test_a_copy_that_was_written_later_has_the_bytes_of_the_save(case: tuple[Pat
     assert [str(name) for name in saved if saved[name].read_bytes() != beside[name].read_bytes()] == []
 
 
-def test_no_rank_holds_more_than_its_deal_of_weights_and_its_rows_of_the_moments(case: tuple[Path, int]):
+def test_no_rank_holds_more_than_its_deal_of_weights_and_its_rows_of_the_moments(case):
     folder, ranks = case
     found = read_found(folder, ranks)
     sizes = {name: tensor.nbytes for name, tensor in load_file(folder / "weights.safetensors").items()}

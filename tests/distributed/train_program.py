@@ -45,7 +45,7 @@ def make_gpt2() -> Path:
     from rollouts.models.directories import build_directory_once, choose_model_cache
     from rollouts.models.tokenizers import make_byte_tokenizer
 
-    def write(folder: Path) -> None:
+    def write(folder: Path):
         sizes: Any = {"vocab_size": 259, "n_positions": 256, "n_embd": 64, "n_layer": 3, "n_head": 4}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -108,7 +108,7 @@ def make_rollouts(step: int) -> RolloutBatch:
     )
 
 
-async def train(backend: Any, case: Case) -> tuple[dict[str, Any], dict[str, Tensor]]:
+async def train(backend, case: Case) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What every step said, the sum of the first rollouts' log-probs afterwards, and the weights."""
     losses, norms, metrics = [], [], {}
     if case.loads:
@@ -126,7 +126,7 @@ async def train(backend: Any, case: Case) -> tuple[dict[str, Any], dict[str, Ten
     return found, await backend.get_weights()
 
 
-async def drive(channel: Any, ranks: Any) -> list[dict[str, Any]]:
+async def drive(channel, ranks) -> list[dict[str, Any]]:
     from rollouts.backends.fsdp import open_fsdp_backend
 
     found: list[dict[str, Any]] = []

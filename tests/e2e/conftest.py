@@ -57,7 +57,7 @@ class Train:
         return {**os.environ, "ROLLOUTS_CACHE": str(self.cache), "PYTHONWARNINGS": "default"}
 
     def run(
-        self, out: Path, *arguments: str, mode: str = "sft+rl", **options: Any
+        self, out: Path, *arguments: str, mode: str = "sft+rl", **options
     ) -> subprocess.CompletedProcess[str]:
         return self.fork(self.arguments(*arguments, mode=mode), out, **options)
 
@@ -122,7 +122,7 @@ class Train:
         return done
 
     def fork(
-        self, argv: list[str], out: Path, *, code: int = 0, **options: Any
+        self, argv: list[str], out: Path, *, code: int = 0, **options
     ) -> subprocess.CompletedProcess[str]:
         """`argv` of train.py, run to its end, at which it has this exit code; options as of `start`."""
         self.start(argv, out, **options)
@@ -170,7 +170,7 @@ class Train:
 
 
 @pytest.fixture(scope="session")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
+def train(tmp_path_factory) -> Iterator[Train]:
     cache = tmp_path_factory.mktemp("cache")
     environ = {"PYTHONWARNINGS": "default", "PYTHONPATH": str(REPOSITORY)}
     imports = (*IMPORTS, *RANK_IMPORTS, "reasoning_gym")
@@ -179,7 +179,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
 
 
 @pytest.fixture(scope="session")
-def finished_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(train, tmp_path_factory) -> Path:
     """An sft+rl run that nobody disturbed, in a process of its own from the start."""
     out = tmp_path_factory.mktemp("finished") / "run"
     train.run_fresh(out)

@@ -32,30 +32,30 @@ def is_held(phase: str) -> bool:
     return rows == (2 if phase == "evaluate" else 1)
 
 
-def note_reached() -> None:
+def note_reached():
     Path(os.environ["HOLD_REACHED"]).touch()
 
 
-def block() -> None:
+def block():
     """For good. Only a process of its own can be ended here."""
     note_reached()
     while True:
         time.sleep(PIECE_S)
 
 
-def reward(sample: Any) -> float:
+def reward(sample) -> float:
     if is_held("reward"):
         block()
     return float(len(sample.response) % 3)
 
 
-def eval_reward(sample: Any) -> float:
+def eval_reward(sample) -> float:
     if is_held("evaluate"):
         block()
     return float(len(sample.response) % 2)
 
 
-def loss(inputs: Any, *, unit: str, **params: Any) -> Any:
+def loss(inputs, *, unit: str, **params) -> Any:
     """REINFORCE weighted by numbers that torch draws, slow where it is held: many micro-batches, each a piece
     that an interrupt has to wait for.
     """
@@ -76,7 +76,7 @@ def hold_calls(function: Callable[..., Any], phase: str, *, until_released: bool
 
     released = Path(os.environ["HOLD_REACHED"]).with_name(RELEASED)
 
-    async def held(*arguments: Any, **options: Any) -> Any:
+    async def held(*arguments, **options) -> Any:
         if is_held(phase):
             note_reached()
             while not (until_released and released.exists()):  # noqa: ASYNC110
@@ -86,36 +86,36 @@ def hold_calls(function: Callable[..., Any], phase: str, *, until_released: bool
     return held
 
 
-def hold_generate() -> None:
+def hold_generate():
     from rollouts.generation import generate
 
     original: Callable[..., Any] = generate.make_chat_generate
 
-    def make_held(*arguments: Any, **options: Any) -> Any:
+    def make_held(*arguments, **options) -> Any:
         return hold_calls(original(*arguments, **options), "generate")
 
     generate.make_chat_generate = make_held
 
 
-def hold_sync() -> None:
+def hold_sync():
     from rollouts.weight_sync.sync import WeightSync
 
     WeightSync.__call__ = hold_calls(WeightSync.__call__, "sync")
 
 
-def hold_save() -> None:
+def hold_save():
     from rollouts.checkpoints import writer
 
     writer.save_checkpoint = hold_calls(writer.save_checkpoint, "save", until_released=True)
 
 
-def hold_startup() -> None:
+def hold_startup():
     import trio
 
     import rollouts.engines.local
 
     @asynccontextmanager
-    async def held(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
+    async def held(*arguments, **options) -> AsyncIterator[Any]:
         note_reached()
         await trio.sleep_forever()
         yield
@@ -123,7 +123,7 @@ def hold_startup() -> None:
     rollouts.engines.local.open_local_engine = held
 
 
-def stop_after(stage: str, step: int) -> None:
+def stop_after(stage: str, step: int):
     import integration_training.run as program
     from rollouts.metrics.writer import JsonlLogger
 
@@ -131,11 +131,11 @@ def stop_after(stage: str, step: int) -> None:
     log_step: Callable[..., Any] = JsonlLogger.log_step
     controls: list[Any] = []
 
-    async def watch_and_note(stop: Any, **options: Any) -> None:
+    async def watch_and_note(stop, **options):
         controls.append(stop)
         await watch(stop, **options)
 
-    async def log_and_stop(self: Any, *arguments: Any, **options: Any) -> Any:
+    async def log_and_stop(self, *arguments, **options) -> Any:
         await log_step(self, *arguments, **options)
         if arguments[:2] == (stage, step):
             controls[0].request()
@@ -144,12 +144,12 @@ def stop_after(stage: str, step: int) -> None:
     JsonlLogger.log_step = log_and_stop  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def count_encoded(file: Path) -> None:
+def count_encoded(file: Path):
     from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 
     original: Callable[..., Any] = AsyncRolloutManager.snapshot
 
-    def snapshot(self: Any) -> Any:
+    def snapshot(self) -> Any:
         encode = original(self)
 
         def note_and_encode() -> Any:

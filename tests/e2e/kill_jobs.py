@@ -2,7 +2,6 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 from tests.support.kill_harness import Job
 
@@ -14,7 +13,7 @@ SMALL = """
 """
 
 
-def make_job(name: str, mode: str, flags: str, **options: Any) -> Job:
+def make_job(name: str, mode: str, flags: str, **options) -> Job:
     arguments = ("--config", TINY, "--mode", mode, *shlex.split(SMALL + flags))
     return Job(name, arguments, tuple(mode.split("+")), ROWS, **options)
 

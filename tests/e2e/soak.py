@@ -53,7 +53,7 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
-    def add(self, kind: str, outcome: Outcome, cuts: list[Cut]) -> None:
+    def add(self, kind: str, outcome: Outcome, cuts: list[Cut]):
         self.counts[f"{kind} runs"] += 1
         self.counts[f"{kind} kills"] += outcome.kills
         self.counts["attempts"] += len(outcome.attempts)
@@ -64,7 +64,7 @@ class Tally:
         print("x" if outcome.violations else ".", end="", flush=True)
 
 
-def soak_points(harness: KillHarness, tally: Tally, *, once: bool) -> None:
+def soak_points(harness: KillHarness, tally: Tally, *, once: bool):
     plan = harness.plan_points(once=once)
     for name, cuts in plan.items():
         tally.add("point", harness.kill(name, cuts), cuts)
@@ -73,7 +73,7 @@ def soak_points(harness: KillHarness, tally: Tally, *, once: bool) -> None:
     )
 
 
-def soak_instants(harness: KillHarness, tally: Tally, *, kills: int, seed: int) -> None:
+def soak_instants(harness: KillHarness, tally: Tally, *, kills: int, seed: int):
     """At least `kills` runs that a random instant hit. A draw after the end of its run kills nothing and does
     not count.
     """
@@ -84,7 +84,7 @@ def soak_instants(harness: KillHarness, tally: Tally, *, kills: int, seed: int) 
         seed += 1
 
 
-def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float, once: bool) -> None:
+def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float, once: bool):
     """One row a job, then every violation."""
     kills = sum(tally.counts["point kills"] + tally.counts["instant kills"] for tally in tallies)
     failures = [failure for tally in tallies for failure in tally.failures]

@@ -15,7 +15,7 @@ Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path, capsys) -> Run:
     """(exit code, what is said) of a run in tmp_path / "run" with these settings."""
 
     def run_main(settings: str = "", *, config: Path = TINY, mode: str = "sft+rl") -> tuple[int, str]:
@@ -43,7 +43,7 @@ filters = ["check_reward_nonzero_std"] | filters = ["no_such_module_here:keep"] 
 dataset = "basic_arithmetic" | dataset = "basic_aritmetic" | basic_aritmetic basic_arithmetic
 name = "tiny:byte" | name = "tiny:bite" | tiny:bite
 """)
-def test_a_wrong_setting_is_named_with_the_way_out(run: Run, tmp_path: Path, old: str, new: str, wanted: str):
+def test_a_wrong_setting_is_named_with_the_way_out(run, tmp_path, old, new, wanted):
     text = read_tiny()
     assert old in text
     config = tmp_path / "config.toml"
@@ -53,9 +53,7 @@ def test_a_wrong_setting_is_named_with_the_way_out(run: Run, tmp_path: Path, old
     assert all(word in message for word in wanted.split()), message
 
 
-def test_a_resume_without_its_mode_trains_no_stage_that_comes_before_one_that_has_begun(
-    run: Run, tmp_path: Path
-):
+def test_a_resume_without_its_mode_trains_no_stage_that_comes_before_one_that_has_begun(run, tmp_path):
     short = "--rl.steps 1 --rl.rollout.filters []"
     assert run(short, mode="rl")[0] == 0
     code, message = run(f"{short} --resume", mode="")
@@ -78,9 +76,7 @@ settings                         | what                      | why
 --output.dir {tmp}/other --resume | {tmp}/other | config.toml
 --output.dir {tmp}/file/run | output.dir | {tmp}/file/run
 """)
-def test_what_does_not_fit_is_said_before_a_directory_is_made(
-    run: Run, tmp_path: Path, settings: str, what: str, why: str
-):
+def test_what_does_not_fit_is_said_before_a_directory_is_made(run, tmp_path, settings, what, why):
     for name, text in {
         "file": "",
         "other/notes.txt": "",
@@ -149,7 +145,7 @@ setting               | code | said
 --rl.data.function    | 2 | raised SystemExit after 0 rows: 3
 """)
 def test_an_error_of_a_users_function_is_one_message_and_no_traceback(
-    run: Run, tmp_path: Path, setting: str, code: int, said: str
+    run, tmp_path, setting, code: int, said
 ):
     """A group of exceptions, which Python would print with its traceback, would leave main() as it is."""
     (tmp_path / "functions.py").write_text(FUNCTIONS)
@@ -160,7 +156,7 @@ def test_an_error_of_a_users_function_is_one_message_and_no_traceback(
     assert (found, said in message) == (code, True), message
 
 
-def test_resuming_with_another_setting_or_with_fewer_steps_names_it(run: Run):
+def test_resuming_with_another_setting_or_with_fewer_steps_names_it(run):
     assert run("--sft.steps 3", mode="sft")[0] == 0
     for settings, named in (
         ("--sft.steps 3 --sft.optim.lr 0.5", "sft.optim.lr"),
@@ -171,7 +167,7 @@ def test_resuming_with_another_setting_or_with_fewer_steps_names_it(run: Run):
         assert named in message
 
 
-def test_a_dry_run_reports_and_trains_nothing(run: Run, tmp_path: Path):
+def test_a_dry_run_reports_and_trains_nothing(run, tmp_path):
     code, message = run("--dry-run", mode="")
     assert code == 0
     assert "nothing was trained" in message
@@ -184,7 +180,7 @@ arguments
 --mode sft
 --config
 """)
-def test_a_wrong_command_line_exits_with_2(arguments: str):
+def test_a_wrong_command_line_exits_with_2(arguments):
     with pytest.raises(SystemExit) as exit_info:
         main(arguments.split())
     assert exit_info.value.code == 2

@@ -11,19 +11,18 @@ import pytest
 from rollouts.metrics.jsonl import newest_attempts, read_rows
 from rollouts.preflight.run_directory import lock_run_dir
 from rollouts.run_dir import RunDir
-from tests.e2e.conftest import Train
 from tests.support.compare_runs import assert_same_run, weights_digest
 from tests.support.text_tables import cases
 
 
-def flip_a_bit(file: Path) -> None:
+def flip_a_bit(file: Path):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
 
 
 @pytest.fixture
-def copied(finished_run: Path, tmp_path: Path) -> Path:
+def copied(finished_run, tmp_path) -> Path:
     """A copy of the finished run that a test may damage."""
     return Path(shutil.copytree(finished_run, tmp_path / "run"))
 
@@ -35,7 +34,7 @@ state/optimizer.safetensors | has not the SHA-256
 manifest.json               |
 """)
 def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_exactly_from_the_one_before(
-    file: str, named: str, train: Train, finished_run: Path, copied: Path
+    file, named, train, finished_run, copied
 ):
     flip_a_bit(copied / "checkpoints/sft/step_20" / file)
     result = train.run(copied, "--resume")
@@ -50,14 +49,14 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_exactly_from_the_one_
     assert len({(row["stage"], row["step"]) for row in rows}) == len(rows) == 24
 
 
-def test_a_stage_whose_checkpoints_are_all_damaged_does_not_start_over(train: Train, copied: Path):
+def test_a_stage_whose_checkpoints_are_all_damaged_does_not_start_over(train, copied):
     flip_a_bit(copied / "checkpoints/rl/step_4/model.safetensors")
     result = train.run(copied, "--resume", code=2)
     assert "training does not start over by itself; restore one of step_4" in result.stderr
     assert [path.name for path in (copied / "checkpoints/rl").iterdir()] == ["step_4"]
 
 
-def test_a_second_run_in_a_directory_ends_with_2_and_names_the_first(train: Train, copied: Path):
+def test_a_second_run_in_a_directory_ends_with_2_and_names_the_first(train, copied):
     before = sorted(copied.iterdir())
     descriptor = lock_run_dir(RunDir(copied))
     for arguments in ((), ("--resume",)):
@@ -69,7 +68,7 @@ def test_a_second_run_in_a_directory_ends_with_2_and_names_the_first(train: Trai
 
 @pytest.mark.slow
 def test_a_disk_without_room_for_checkpoints_costs_them_and_the_last_one_ends_the_run(
-    train: Train, finished_run: Path, tmp_path: Path
+    train, finished_run, tmp_path
 ):
     """A limit on the size of a file stands in for the disk: rows are smaller than it, the model's files
     larger.

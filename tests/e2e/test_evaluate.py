@@ -16,9 +16,7 @@ GRADED = "--eval.temperature 1.0 --eval.samples_per_prompt 2 --eval.policy_metri
 REWARD = TINY.parents[1] / "tasks" / "arithmetic.py"
 
 
-def test_a_model_and_checkpoints_get_the_digits_that_their_run_gave_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_a_model_and_checkpoints_get_the_digits_that_their_run_gave_them(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("ROLLOUTS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     given = [*SETTINGS.split(), *GRADED.split(), "--eval.reward", f"{REWARD}:close_answer"]

@@ -1,13 +1,12 @@
 """A whole run on a GPU: stages, evaluations, checkpoints, and every part that computes; make test-gpu."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from rollouts.metrics.jsonl import read_rows
-from tests.e2e.conftest import STEPS, Train
+from tests.e2e.conftest import STEPS
 from tests.support.text_tables import cases
 
 pytestmark = [
@@ -17,9 +16,7 @@ pytestmark = [
 
 
 @cases("mode: shared copied")
-def test_sft_and_rl_run_on_a_gpu_with_engine_and_reference_and_go_on_there(
-    train: Train, tmp_path: Path, mode: str
-):
+def test_sft_and_rl_run_on_a_gpu_with_engine_and_reference_and_go_on_there(train, tmp_path, mode):
     settings = f"--deterministic false --model.device cuda --engine.mode {mode} --rl.kl_coef 0.01".split()
     train.run_fresh(tmp_path, *settings, "--rl.steps", "2")
     summary = json.loads((tmp_path / "summary.json").read_text())

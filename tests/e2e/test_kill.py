@@ -4,12 +4,10 @@ every point and ten times as often.
 
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from rollouts.crash_points import POINTS
-from tests.e2e.conftest import Train
 from tests.e2e.kill_jobs import BOTH, GAME, RL, RL_RANKS, SFT, STALE_GAME
 from tests.support.kill_harness import (
     Cut,
@@ -30,7 +28,7 @@ RANDOM_INSTANTS = 20  # over SFT and RL
 
 
 @pytest.fixture(scope="module")
-def both(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillHarness]:
+def both(train, tmp_path_factory) -> Iterator[KillHarness]:
     with open_kill_harness(BOTH, tmp_path_factory.mktemp("both") / "work", server=train.server) as harness:
         yield harness
 
@@ -43,14 +41,14 @@ def test_one_point_of_each_class_is_tried():
 
 
 @pytest.mark.parametrize("point", ONE_OF_EACH_CLASS)
-def test_a_run_killed_at_a_crash_point_goes_on_exactly(both: KillHarness, point: str):
+def test_a_run_killed_at_a_crash_point_goes_on_exactly(both, point):
     outcome = both.kill(point.replace(":", "-"), [Cut(point)])
     assert outcome.kills == 1
     assert outcome.violations == ()
 
 
 @pytest.mark.parametrize("job", [GAME, STALE_GAME], ids=lambda job: job.name)
-def test_a_run_killed_in_the_middle_of_trajectories_loses_none(job: Job, train: Train, tmp_path: Path):
+def test_a_run_killed_in_the_middle_of_trajectories_loses_none(job: Job, train, tmp_path):
     """In its first turns, between turns of the second step, and while it plays on after that."""
     with open_kill_harness(job, tmp_path / "work", server=train.server) as harness:
         cuts = [Cut("rollout.turn:6"), Cut("rollout.turn:40"), Cut("rollout.turn:11", optional=True)]
@@ -59,7 +57,7 @@ def test_a_run_killed_in_the_middle_of_trajectories_loses_none(job: Job, train: 
     assert outcome.kills >= 2
 
 
-def test_a_run_killed_while_it_resumes_goes_on_exactly(both: KillHarness):
+def test_a_run_killed_while_it_resumes_goes_on_exactly(both):
     outcome = both.kill(
         "resume", [Cut("checkpoint.complete:3"), Cut("resume.restored:1"), Cut("resume.state_loaded:1")]
     )
@@ -67,7 +65,7 @@ def test_a_run_killed_while_it_resumes_goes_on_exactly(both: KillHarness):
     assert outcome.violations == ()
 
 
-def test_a_run_on_ranks_goes_on_exactly_after_one_and_then_the_other_was_killed(train: Train, tmp_path: Path):
+def test_a_run_on_ranks_goes_on_exactly_after_one_and_then_the_other_was_killed(train, tmp_path):
     """Rank 1 before the all-gather of step 3, in which rank 0 is; resumed after step 2, rank 0 while it saves
     step 4, which rank 1 does too.
     """
@@ -84,7 +82,7 @@ def test_a_run_on_ranks_goes_on_exactly_after_one_and_then_the_other_was_killed(
 
 
 @pytest.mark.parametrize("job", [SFT, RL], ids=lambda job: job.name)
-def test_runs_killed_at_random_instants_go_on_exactly(job: Job, train: Train, tmp_path: Path):
+def test_runs_killed_at_random_instants_go_on_exactly(job: Job, train, tmp_path):
     with open_kill_harness(job, tmp_path / "work", server=train.server) as harness:
         kills = 0
         for seed in range(RANDOM_INSTANTS // 2):
@@ -94,7 +92,7 @@ def test_runs_killed_at_random_instants_go_on_exactly(job: Job, train: Train, tm
     assert kills > 0
 
 
-def test_a_step_that_is_lost_is_noticed(both: KillHarness, tmp_path: Path):
+def test_a_step_that_is_lost_is_noticed(both, tmp_path):
     """The harness itself: a run whose newest checkpoint vanishes between two attempts breaks a promise."""
     assert check_nothing_lost({"sft": 3}, {"sft": 2}) == ["sft: step 3 was complete, and now 2 is"]
     assert check_nothing_lost({"sft": 3}, {"sft": 3, "rl": 1}) == []

@@ -2,13 +2,10 @@
 nobody stopped.
 """
 
-from pathlib import Path
-
 import pytest
 
 from rollouts.checkpoints.load import find_newest_checkpoint
 from rollouts.metrics.jsonl import read_rows
-from tests.e2e.conftest import Train
 from tests.e2e.test_stop import arguments, run, stop_in
 from tests.support.compare_runs import assert_same_run
 
@@ -18,7 +15,7 @@ LAGGING = ("--engine.mode", "copied", "--rl.sync_every", "2", "--rl.max_stalenes
 
 
 async def test_a_stop_between_two_weight_updates_goes_on_with_the_weights_that_the_engine_had(
-    train: Train, tmp_path: Path
+    train, tmp_path
 ):
     """The engine is updated after steps 2 and 4; the stop cuts step 2 in the middle of its micro-batches,
     whose loss draws random numbers.

@@ -36,7 +36,7 @@ def logged_names(out: Path, config: Path, mode: str, *arguments: str) -> set[str
     return names
 
 
-def test_supervised_and_reinforced_with_everything_that_a_row_can_say(tmp_path: Path):
+def test_supervised_and_reinforced_with_everything_that_a_row_can_say(tmp_path):
     names = logged_names(tmp_path / "run", TINY, "sft+rl", *EVERYTHING.split())
     assert {"loss/nll", "kl/coef", "clip_ratio/dual", "weight_sync/bytes", "eval/heldout/self_bleu"} <= names
     assert {"perf/forward_backward_s", "perf/optim_step_s", "perf/trainer_queue/max"} <= names
@@ -66,7 +66,7 @@ def test_supervised_and_reinforced_with_everything_that_a_row_can_say(tmp_path: 
 
 
 @pytest.mark.slow
-def test_preferences_a_reward_model_and_a_critic(tmp_path: Path):
+def test_preferences_a_reward_model_and_a_critic(tmp_path):
     short = " ".join(f"--{stage}.steps 2 --{stage}.eval_every 1" for stage in ("preference", "reward_model"))
     names = logged_names(tmp_path / "run", PREFERENCES, "preference+reward_model+ppo", *short.split())
     spans = read_rows(tmp_path / "run" / "spans.jsonl")
@@ -78,6 +78,6 @@ def test_preferences_a_reward_model_and_a_critic(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_judgements_of_single_answers(tmp_path: Path):
+def test_judgements_of_single_answers(tmp_path):
     names = logged_names(tmp_path / "run", PREFERENCES, "preference", *LABELLED.split())
     assert {"kto/reference_point", "kto/desirable/frac", "rewards/margins"} <= names

@@ -3,11 +3,10 @@ reference included.
 """
 
 import shlex
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import TINY, Train
+from tests.e2e.conftest import TINY
 from tests.support.text_tables import cases
 
 pytestmark = pytest.mark.slow
@@ -24,9 +23,7 @@ ema(policy_weight=0.5) | 0 1 2 3 4 5
 tr_dpo(every=2)        | 0 0 1 1 2 2
 reset(every=3)         | 0 0 0 1 1 1
 """)
-def test_a_reference_that_moves_goes_on_where_it_was(
-    train: Train, tmp_path: Path, update: str, moved: list[float]
-):
+def test_a_reference_that_moves_goes_on_where_it_was(train, tmp_path, update, moved: list[float]):
     argv = ["--config", str(TINY), "--mode", "rl", *SETTINGS, "--reference.update", update]
     rows, *runs = train.run_whole_and_parts(argv, tmp_path, "rl:3")
     assert [row["reference/updates"] for row in rows] == moved, "when the batch of each step was scored"

@@ -43,7 +43,7 @@ def run_script(script: Path, folder: Path, run: str = RUN) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_notebook_improves_its_reward_without_trio(tmp_path: Path):
+def test_the_notebook_improves_its_reward_without_trio(tmp_path):
     reports = run_script(NOTEBOOKS / "grpo_in_a_page.py", tmp_path, RUN_WITHOUT_TRIO)
     assert [line[:32].strip() for line in reports] == [
         "GRPO",
@@ -56,7 +56,7 @@ def test_the_notebook_improves_its_reward_without_trio(tmp_path: Path):
         assert float(first) < 0.15 < 0.5 < float(last), line
 
 
-def test_steps_submitted_ahead_overlap_and_give_the_same_bits(tmp_path: Path):
+def test_steps_submitted_ahead_overlap_and_give_the_same_bits(tmp_path):
     overlap, same, order, failed = run_script(NOTEBOOKS / "pipelined_futures.py", tmp_path)
     assert int(re.findall(r"\d+", overlap)[0]) > 0 and same.startswith("the same losses, bit for bit")
     assert order.startswith("done in the order: nothing to do, ")
@@ -64,7 +64,7 @@ def test_steps_submitted_ahead_overlap_and_give_the_same_bits(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_ppo_improves_its_reward_and_its_critic(tmp_path: Path):
+def test_ppo_improves_its_reward_and_its_critic(tmp_path):
     for line in run_script(NOTEBOOKS / "ppo_with_gae.py", tmp_path):
         first, last = re.findall(r"-?\d\.\d\d", line)
         assert float(first) < 0.15 < 0.2 < float(last), line

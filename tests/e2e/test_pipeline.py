@@ -13,7 +13,7 @@ import pytest
 from integration_training.tasks.letter_words import make_labels
 from rollouts.checkpoints.load import find_newest_checkpoint
 from rollouts.metrics.jsonl import read_rows
-from tests.e2e.conftest import TINY, Train
+from tests.e2e.conftest import TINY
 from tests.support.text_tables import cases
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def read_evaluations(out: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
 
 
 @pytest.fixture
-def whole(train: Train) -> Path:
+def whole(train) -> Path:
     """All three stages, undisturbed."""
     return train.whole(arguments(*EVERY_OTHER))
 
@@ -70,7 +70,7 @@ def whole(train: Train) -> Path:
 # --- what a run leaves --------------------------------------------------------------------------------------
 
 
-def test_every_stage_runs_to_its_end_with_its_metrics_and_files(whole: Path):
+def test_every_stage_runs_to_its_end_with_its_metrics_and_files(whole):
     rows = read_rows(whole / "metrics.jsonl")
     assert [(row["stage"], row["step"]) for row in rows] == [
         (stage, step) for stage, steps in STEPS.items() for step in range(1, steps + 1)
@@ -96,7 +96,7 @@ def test_every_stage_runs_to_its_end_with_its_metrics_and_files(whole: Path):
     assert newest is not None and (newest / "critic" / "model.safetensors").is_file()
 
 
-def test_the_reward_model_is_one_of_transformers_and_gives_the_accuracy_that_was_logged(whole: Path):
+def test_the_reward_model_is_one_of_transformers_and_gives_the_accuracy_that_was_logged(whole):
     """Its scores, of one row at a time and by transformers alone, rank the held-out pairs as
     evaluations.jsonl says.
     """
@@ -112,7 +112,7 @@ def test_the_reward_model_is_one_of_transformers_and_gives_the_accuracy_that_was
     held_out = make_pairs(size=60, seed=2000)[-8:]  # as no prompt of theirs comes again
     assert len({pair["prompt"] for pair in make_pairs(size=60, seed=2000)}) == 60
 
-    def score(pair: dict[str, Any], field: str) -> float:
+    def score(pair, field):
         turns = {"user": pair["prompt"], "assistant": pair[field]}
         messages = [{"role": role, "content": content} for role, content in turns.items()]
         text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n")
@@ -138,7 +138,7 @@ step | …
 """)
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_stage_stopped_after_a_step_and_resumed_is_the_one_that_never_stopped(
-    train: Train, tmp_path: Path, name: str, step: int
+    train, tmp_path, name, step: int
 ):
     """Weights, a critic's too, optimizers, rows of metrics, samples and evaluations: bit for bit."""
     mode, more = COMPARED[name]
@@ -148,7 +148,7 @@ def test_a_stage_stopped_after_a_step_and_resumed_is_the_one_that_never_stopped(
     assert len(rows) == STEPS[stage]
 
 
-def test_a_reward_model_of_scores_says_how_they_were_normalised(train: Train):
+def test_a_reward_model_of_scores_says_how_they_were_normalised(train):
     """Of 60 rows 8 are held out, 52 train: half of them score 7, half 3."""
     out = train.whole(arguments(*EVERY_OTHER, *SCORES, mode="reward_model"))
     config = json.loads((out / "checkpoints" / "reward_model" / "step_5" / "config.json").read_text())
@@ -169,7 +169,7 @@ flags                                | expected
 --rl.critic.model tiny:bite          | use one of 'tiny:byte'
 """)
 def test_what_is_wrong_with_a_stage_is_found_by_a_check_a_dry_run_and_a_run_before_it_trains(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, expected: str
+    train, tmp_path, capsys, flags, expected
 ):
     from rollouts.cli import main
 
@@ -185,9 +185,7 @@ def test_what_is_wrong_with_a_stage_is_found_by_a_check_a_dry_run_and_a_run_befo
 # --- on several ranks ---------------------------------------------------------------------------------------
 
 
-def test_two_ranks_train_policy_reward_model_and_critic_as_one_does_and_one_goes_on(
-    train: Train, whole: Path, tmp_path: Path
-):
+def test_two_ranks_train_policy_reward_model_and_critic_as_one_does_and_one_goes_on(train, whole, tmp_path):
     """The critic has its own parts on both ranks, beside the policy; what two ranks saved, one resumes."""
     out, argv = tmp_path / "run", arguments(*EVERY_OTHER)
     for ranks, environ, more in ((2, {"STOP_AFTER": "rl:2"}, ()), (1, {}, ("--resume",))):

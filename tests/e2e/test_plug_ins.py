@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from rollouts.metrics.jsonl import read_rows
-from tests.e2e.conftest import Train
 from tests.support.compare_runs import read_comparable, weights_digest
 from tests.support.processes import find_processes
 
@@ -40,7 +39,7 @@ ALL_SAMPLES = "--output.samples_per_step 100"
 CLASSES = dict(enumerate(["reward_timeout"] * 2 + ["reward_crashed"] * 4 + ["reward"] * 2))
 
 
-def test_hostile_rewards_fail_their_samples_and_nothing_else(train: Train, tmp_path: Path):
+def test_hostile_rewards_fail_their_samples_and_nothing_else(train, tmp_path):
     plug_in = tmp_path / "hostile.py"
     plug_in.write_text(HOSTILE)
     settings = f"--rl.rollout.reward {plug_in}:reward --rl.rollout.reward_timeout_s 1.0 {ALL_SAMPLES}"
@@ -59,7 +58,7 @@ def test_hostile_rewards_fail_their_samples_and_nothing_else(train: Train, tmp_p
 
 
 def test_past_the_budget_the_run_stops_with_a_saved_state_and_goes_on_when_the_reward_is_mended(
-    train: Train, tmp_path: Path
+    train, tmp_path
 ):
     plug_in = tmp_path / "grader.py"
     good = "def reward(sample):\n    return float(len(sample.response))\n"
@@ -160,7 +159,7 @@ filters = ["plug_ins.py:keep_all"]
 
 
 @pytest.fixture
-def mixture(tmp_path: Path):
+def mixture(tmp_path):
     (tmp_path / "plug_ins.py").write_text(PLUG_INS)
 
     def write(rollout: str, rl: str = "") -> Path:
@@ -176,7 +175,7 @@ def sources_of(run: Path) -> list[str]:
     return [row["metadata"]["source"] for row in sorted(rows, key=lambda row: row["id"])][::4]
 
 
-def test_a_mixture_draws_its_shares_and_a_group_reward_scores_together(train: Train, mixture, tmp_path: Path):
+def test_a_mixture_draws_its_shares_and_a_group_reward_scores_together(train, mixture, tmp_path):
     config = mixture('group_reward = "plug_ins.py:ranks"')
     out = tmp_path / "run"
     train.run_config(config, out)
@@ -185,9 +184,7 @@ def test_a_mixture_draws_its_shares_and_a_group_reward_scores_together(train: Tr
     assert row["reward/mean"] == 1.5, "ranks 0 to 3"
 
 
-def test_named_parts_are_weighed_by_the_config_and_a_curriculum_changes_the_mixture(
-    train: Train, mixture, tmp_path: Path
-):
+def test_named_parts_are_weighed_by_the_config_and_a_curriculum_changes_the_mixture(train, mixture, tmp_path):
     config = mixture(
         'reward = "plug_ins.py:parts"\nreward_weights = { length = 0.0, noise = 2.0 }',
         'curriculum = "plug_ins.py:later"',

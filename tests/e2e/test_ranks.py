@@ -52,7 +52,7 @@ def rows_of(out: Path, stage: str) -> list[dict[str, Any]]:
     return [row for row in newest_attempts(read_rows(out / "metrics.jsonl")) if row["stage"] == stage]
 
 
-def assert_same_sft(one: Path, several: Path) -> None:
+def assert_same_sft(one: Path, several: Path):
     """Equal up to the order of sums."""
     expected, found = rows_of(one, "sft")[:STEPS], rows_of(several, "sft")[:STEPS]
     assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(1, STEPS + 1))
@@ -60,7 +60,7 @@ def assert_same_sft(one: Path, several: Path) -> None:
         assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-4), name
 
 
-def test_two_ranks_under_torchrun_are_the_run_of_one(train: Train, tmp_path: Path):
+def test_two_ranks_under_torchrun_are_the_run_of_one(train, tmp_path):
     alone = whole(train, mode="sft+rl", ranks=1)
     length = "--sft.steps 0 --sft.epochs 1.16"  # of 330 rows, 32 a step: 11.96 steps
     result = train.execute(torchrun(train, tmp_path / "run", *length.split(), mode="sft+rl"))
@@ -101,7 +101,7 @@ KILLED, STOPPED = "its process has ended", "no heartbeat came for 20 s"
     ],
 )
 async def test_when_a_rank_is_lost_before_or_inside_a_collective_the_other_ends_and_names_it(
-    train: Train, tmp_path: Path, held: int, how: signal.Signals, reason: str
+    train, tmp_path, held: int, how: signal.Signals, reason
 ):
     """One rank is held before an all-gather, so the other is inside it; rank 1 is lost. Nobody ends rank 0
     but itself.
@@ -133,9 +133,7 @@ async def test_when_a_rank_is_lost_before_or_inside_a_collective_the_other_ends_
     assert ended.leftover == ()
 
 
-async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_again(
-    train: Train, tmp_path: Path
-):
+async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_again(train, tmp_path):
     """Rank 1 is stopped before the all-gather of step 5, in which rank 0 is. Started again after step 2 or 4,
     nobody comes to a fifth one.
     """
@@ -175,7 +173,7 @@ async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_agai
         assert [row[name] for row in rows] == [row[name] for row in expected], name
 
 
-async def wait_reached(listed: Path, count: int, alive: list[int]) -> None:
+async def wait_reached(listed: Path, count: int, alive: list[int]):
     """Until the ranks together have come so often to the all-gather of a loss. They run until then."""
     with trio.fail_after(PATIENCE_S):
         while not listed.exists() or listed.read_text().split().count(AGREEMENT) != count:

@@ -20,14 +20,14 @@ def run(out: Path, flags: str, *, config: Path = TINY) -> list[dict]:
     return read_rows(out / "metrics.jsonl")
 
 
-def test_a_copied_engine_is_synchronised_every_second_step_and_verified(tmp_path: Path):
+def test_a_copied_engine_is_synchronised_every_second_step_and_verified(tmp_path):
     rows = run(tmp_path / "run", "--engine.mode copied --rl.sync_every 2 --rl.max_staleness 1")
     differences = [row.get("weight_sync/probe_difference/max") for row in rows]
     assert [None if found is None else found < 1e-4 for found in differences] == [None, True, None, True]
     assert [row["off_policy/max"] for row in rows] == [0.0, 1.0, 0.0, 1.0]
 
 
-def test_the_kl_to_the_reference_is_zero_at_first_and_then_is_not(tmp_path: Path):
+def test_the_kl_to_the_reference_is_zero_at_first_and_then_is_not(tmp_path):
     # The task's reward is 0 for every answer of a random model: only rounding would move the policy.
     (tmp_path / "low.py").write_text("def reward(sample):\n    return -float(sum(sample.tokens[-4:]))\n")
     flags = f"--rl.kl_coef 0.1 --rl.optim.lr 1e-2 --rl.rollout.reward {tmp_path}/low.py:reward"
@@ -36,7 +36,7 @@ def test_the_kl_to_the_reference_is_zero_at_first_and_then_is_not(tmp_path: Path
     assert max(abs(row["kl/ref_per_sample"]) for row in rows[1:]) > 0.01  # estimates, of either sign
 
 
-def test_kl_in_the_loss_with_recomputed_old_log_probs(tmp_path: Path):
+def test_kl_in_the_loss_with_recomputed_old_log_probs(tmp_path):
     flags = """--rl.kl_coef 0.1 --rl.kl_in loss --rl.kl_estimator k3 --rl.recompute_old true
         --rl.updates_per_batch 2 --rl.advantage centred --rl.normalise_by constant"""
     rows = run(tmp_path / "run", flags)
@@ -46,7 +46,7 @@ def test_kl_in_the_loss_with_recomputed_old_log_probs(tmp_path: Path):
 
 
 @cases("loss: reinforce importance_sampling cispo gspo")
-def test_every_loss_trains(tmp_path: Path, loss: str):
+def test_every_loss_trains(tmp_path, loss):
     rows = run(tmp_path / "run", f"--rl.loss {loss} --rl.steps 2")
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["optim/skipped_steps"] == 0 for row in rows)

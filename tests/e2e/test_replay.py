@@ -54,14 +54,12 @@ def copy_run(run_dir: RunDir, name: str) -> RunDir:
     return copied
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]):
     """The rows of a file, each with what is changed of it."""
     path.write_text("".join(json.dumps(row | change(row)) + "\n" for row in read_rows(path)))
 
 
-def test_a_grpo_step_is_recomputed_from_the_record_and_every_gap_in_it_is_named(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_grpo_step_is_recomputed_from_the_record_and_every_gap_in_it_is_named(train, tmp_path, capsys):
     """Also by a formula written here: −min(r·A, clip(r)·A), r = exp(lp − mu), over the trained tokens."""
     run_dir = train_rl(train, tmp_path)
     for step in (1, 2):
@@ -94,10 +92,10 @@ def test_a_grpo_step_is_recomputed_from_the_record_and_every_gap_in_it_is_named(
     check_gaps_are_named(run_dir, capsys)
 
 
-def check_lies_are_found(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def check_lies_are_found(run_dir: RunDir, capsys: pytest.CaptureFixture[str]):
     """Exit code 1 where the record says something else than its arrays."""
 
-    def check(file: str, change: Callable[[dict[str, Any]], dict[str, float]]) -> None:
+    def check(file: str, change: Callable[[dict[str, Any]], dict[str, float]]):
         lying = copy_run(run_dir, "lying")
         rewrite(getattr(lying, file), change)
         assert replay(lying.root, 1) == 1
@@ -114,10 +112,10 @@ def check_lies_are_found(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) ->
     assert replay(other.root, 1) == 1
 
 
-def check_gaps_are_named(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def check_gaps_are_named(run_dir: RunDir, capsys: pytest.CaptureFixture[str]):
     """Exit code 2 and a sentence."""
 
-    def check(run: RunDir, words: str, message: str) -> None:
+    def check(run: RunDir, words: str, message: str):
         assert replay(run.root, *words.split()) == 2
         assert message in capsys.readouterr().err
 
@@ -162,14 +160,12 @@ CHANGES = (  # of the last case, a line of [rl]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_every_update_of_every_kind_of_run_replays(
-    train: Train, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
-):
+def test_every_update_of_every_kind_of_run_replays(train, tmp_path, case, capsys):
     lines = CHANGES if case == "changes" else ""
     run_dir = train_rl(train, tmp_path, *CASES[case].split(), top=f'advantage = "grpo"\n{lines}\n')
     steps = [row["step"] for row in read_rows(run_dir.metrics)]
     updates = {step: {row["update"] for row in read_step(run_dir, step)[1]} for step in steps}
-    losses: list[str] = []
+    losses = []
     for step in steps:
         assert replay(run_dir.root, step) == 0, capsys.readouterr()
         out = capsys.readouterr().out
@@ -190,7 +186,7 @@ def test_every_update_of_every_kind_of_run_replays(
 
 
 @pytest.mark.slow
-def test_the_policys_updates_of_ppo_replay_and_the_critics_have_lines(train: Train, tmp_path: Path):
+def test_the_policys_updates_of_ppo_replay_and_the_critics_have_lines(train, tmp_path):
     settings = ("--rl.minibatches", "2")
     top, table = 'advantage = "gae"\n', "\n[rl.critic]\n"
     run_dir = train_rl(train, tmp_path, *settings, top=top, table=table, mode="ppo")

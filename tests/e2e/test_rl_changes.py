@@ -3,14 +3,13 @@ resumed, it is the same run.
 """
 
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollouts.advantages import AdvantageInputs
 from rollouts.types import Sample
-from tests.e2e.conftest import Train, read_tiny
+from tests.e2e.conftest import read_tiny
 from tests.support.text_tables import cases
 
 pytestmark = pytest.mark.slow
@@ -43,7 +42,7 @@ def halve(inputs: AdvantageInputs) -> Any:
 
 @cases("stop_after: 3 4")
 def test_a_run_stopped_beside_a_change_and_resumed_is_the_run_that_never_stopped(
-    train: Train, tmp_path: Path, stop_after: int
+    train, tmp_path, stop_after: int
 ):
     config = tmp_path / "changes.toml"
     config.write_text(read_tiny().replace('advantage = "grpo"\n', f'advantage = "grpo"\n{CHANGES}'))

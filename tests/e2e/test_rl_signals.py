@@ -39,21 +39,21 @@ def mean(rows: list[dict[str, float]], name: str) -> float:
     return sum(row[name] for row in rows) / len(rows)
 
 
-def test_pairs_of_ones_own_samples_raise_the_reward(train: Train, tmp_path: Path):
+def test_pairs_of_ones_own_samples_raise_the_reward(train, tmp_path):
     rows = run_twice(train, tmp_path, *PAIRS)
     assert mean(rows[-4:], "reward/mean") > mean(rows[:4], "reward/mean") + 0.5
     assert rows[0]["loss/total"] == pytest.approx(0.693, abs=0.03), "near ln 2, of what is its reference"
 
 
 @pytest.fixture(scope="module")
-def taught(train: Train, tmp_path_factory: pytest.TempPathFactory) -> str:
+def taught(train, tmp_path_factory) -> str:
     """The tiny model, which has learned to answer with numbers."""
     out = tmp_path_factory.mktemp("taught") / "run"
     train.run(out, "--sft.steps", "40", "--eval.data.size", "1", mode="sft")
     return str(out / "checkpoints" / "sft" / "step_40")
 
 
-def test_a_student_without_a_reward_comes_to_its_teacher(train: Train, tmp_path: Path, taught: str):
+def test_a_student_without_a_reward_comes_to_its_teacher(train, tmp_path, taught):
     rows = run_twice(train, tmp_path, *ALONE, taught)
     assert mean(rows[-4:], "kl/teacher") < 0.75 * mean(rows[:4], "kl/teacher")
     assert not {name for row in rows for name in row if name.startswith(("reward/", "groups/reward_std"))}
@@ -64,9 +64,7 @@ def repeat(samples: Sequence[Sample]) -> list[str | None]:
     return [None, *["Calculate 1 + 1. " * 4] * (len(samples) - 1)]
 
 
-def test_a_policy_learns_what_its_own_average_says_with_more_in_the_prompt(
-    train: Train, tmp_path: Path, taught: str
-):
+def test_a_policy_learns_what_its_own_average_says_with_more_in_the_prompt(train, tmp_path, taught):
     rows = run_twice(train, tmp_path, *ALONE, "reference", *TOLD, "--model.name", taught)
     assert 0.05 < mean(rows[:2], "kl/teacher") > 3 * mean(rows[-8:], "kl/teacher")
     assert all(row["advantage/skipped_rows"] >= 8 for row in rows), "one of each group"

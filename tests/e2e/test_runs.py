@@ -7,10 +7,8 @@ import os
 import signal
 import subprocess
 import weakref
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
@@ -18,14 +16,14 @@ import trio
 import integration_training.stages
 import integration_training.train
 from rollouts.metrics.jsonl import read_rows
-from tests.e2e.conftest import SHORT, STEPS, TINY, Train
+from tests.e2e.conftest import SHORT, STEPS, TINY
 from tests.support.compare_runs import assert_same_run, weights_digest
 from tests.support.text_tables import cases
 
 PATIENCE_S = 120.0
 
 
-async def wait_for_row(path: Path, stage: str, step: int, process: subprocess.Popen[str]) -> None:
+async def wait_for_row(path: Path, stage: str, step: int, process: subprocess.Popen[str]):
     """Until the file has the row. The file is another process's: there is no event to wait for."""
     with trio.fail_after(PATIENCE_S):
         while not (
@@ -35,7 +33,7 @@ async def wait_for_row(path: Path, stage: str, step: int, process: subprocess.Po
             await trio.sleep(0.02)
 
 
-def test_a_run_leaves_the_files_that_the_documentation_names(finished_run: Path):
+def test_a_run_leaves_the_files_that_the_documentation_names(finished_run):
     named = "config.toml metrics.jsonl samples.jsonl evaluations.jsonl checkpoints summary.json"
     assert set(named.split()) <= {path.name for path in finished_run.iterdir()}
     summary = json.loads((finished_run / "summary.json").read_text())
@@ -50,13 +48,13 @@ def test_a_run_leaves_the_files_that_the_documentation_names(finished_run: Path)
     assert rows[20]["policy_version"] == 0
 
 
-def test_two_deterministic_runs_are_the_same_bits(train: Train, finished_run: Path, tmp_path: Path):
+def test_two_deterministic_runs_are_the_same_bits(train, finished_run, tmp_path):
     """The other one was started by a shell."""
     train.run(tmp_path / "again")
     assert_same_run(finished_run, tmp_path / "again")
 
 
-async def test_ctrl_c_once_finishes_the_step_and_saves(train: Train, finished_run: Path, tmp_path: Path):
+async def test_ctrl_c_once_finishes_the_step_and_saves(train, finished_run, tmp_path):
     out = tmp_path / "stopped"
     process = train.popen(train.command(out))
     await wait_for_row(out / "metrics.jsonl", "rl", 1, process)
@@ -71,7 +69,7 @@ async def test_ctrl_c_once_finishes_the_step_and_saves(train: Train, finished_ru
     assert stopped == whole
 
 
-async def test_ctrl_c_twice_exits_now(train: Train, tmp_path: Path):
+async def test_ctrl_c_twice_exits_now(train, tmp_path):
     out = tmp_path / "stopped"
     process = train.popen(train.command(out, "--sft.steps", "100000"))
     await wait_for_row(out / "metrics.jsonl", "sft", 1, process)
@@ -87,7 +85,7 @@ flags                          | steps
 --sft.steps 0 --sft.epochs 0.2 | 3
 """)
 def test_resume_without_a_run_starts_one_and_a_finished_run_stays_finished(
-    train: Train, tmp_path: Path, flags: str, steps: int
+    train, tmp_path, flags, steps: int
 ):
     for _ in range(2):
         train.run(tmp_path / "run", "--resume", *flags.split(), mode="sft")
@@ -96,12 +94,12 @@ def test_resume_without_a_run_starts_one_and_a_finished_run_stays_finished(
         assert f"steps = {steps}\nepochs = 0.0\n" in (tmp_path / "run" / "config.toml").read_text()
 
 
-def test_torchrun_runs_the_same_program_to_the_same_bits(train: Train, finished_run: Path, tmp_path: Path):
+def test_torchrun_runs_the_same_program_to_the_same_bits(train, finished_run, tmp_path):
     train.run_fresh(tmp_path / "torchrun", torchrun=True)
     assert_same_run(finished_run, tmp_path / "torchrun")
 
 
-def test_rl_starts_with_the_weights_of_the_sft_checkpoint(train: Train, finished_run: Path, tmp_path: Path):
+def test_rl_starts_with_the_weights_of_the_sft_checkpoint(train, finished_run, tmp_path):
     checkpoint = finished_run / "checkpoints" / "sft" / "step_20"
     train.run(tmp_path / "rl", "--model.name", str(checkpoint), mode="rl")
     continued = [row for row in read_rows(finished_run / "metrics.jsonl") if row["stage"] == "rl"]
@@ -111,16 +109,14 @@ def test_rl_starts_with_the_weights_of_the_sft_checkpoint(train: Train, finished
 
 
 @pytest.mark.slow
-def test_the_model_of_a_stage_is_gone_before_the_next_one_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_model_of_a_stage_is_gone_before_the_next_one_loads(tmp_path, monkeypatch):
     # with its moments it is three times the weights, for as long as RL trains
-    models: list[weakref.ref[object]] = []
-    alive: list[int] = []
+    models = []
+    alive = []
     open_stage = integration_training.stages.open_stage
 
     @asynccontextmanager
-    async def open_watched(*arguments: Any) -> AsyncIterator[Any]:
+    async def open_watched(*arguments):
         alive.append(sum(model() is not None for model in models))
         async with open_stage(*arguments) as opened:
             models.append(weakref.ref(opened.backend.model))

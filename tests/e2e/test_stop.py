@@ -59,11 +59,11 @@ def hold(out: Path, phase: str) -> dict[str, str]:
     }
 
 
-def run(train: Train, out: Path, *more: str, ranks: int = 1) -> None:
+def run(train: Train, out: Path, *more: str, ranks: int = 1):
     train.fork(arguments(*more), out, ranks=ranks)
 
 
-async def wait_reached(out: Path, pid: int) -> None:
+async def wait_reached(out: Path, pid: int):
     """Until the run stands in its phase. The file is another process's: there is no event to wait for."""
     with trio.fail_after(REACH_S):
         while not (out.parent / "reached").exists():
@@ -115,7 +115,7 @@ async def stop_in(train: Train, out: Path, phase: str, *more: str, ranks: int) -
     ],
 )
 async def test_sigterm_in_a_phase_ends_in_time_and_the_run_goes_on_exactly(
-    train: Train, tmp_path: Path, phase: str, ranks: int
+    train, tmp_path, phase, ranks: int
 ):
     out = tmp_path / "run"
     every = ("--output.checkpoint_every", "1") if phase == "save" else ()
@@ -165,7 +165,7 @@ step | …
 """)
 @cases("stage: sft rl")
 def test_a_run_stopped_after_a_step_and_resumed_is_the_run_that_never_stopped(
-    train: Train, tmp_path: Path, stage: str, step: int
+    train, tmp_path, stage, step: int
 ):
     """Weights, optimizer, random states, rows of metrics, samples and evaluations: bit for bit."""
     argv = train.arguments(*SIX_STEPS[stage], *EVERY_OTHER, mode=stage)
@@ -197,7 +197,7 @@ def start_torchrun(train: Train, out: Path, phase: str, *, ranks: int) -> Iterat
         process.communicate()
 
 
-async def test_sigterm_to_torchrun_ends_it_with_its_ranks_in_time(train: Train, tmp_path: Path):
+async def test_sigterm_to_torchrun_ends_it_with_its_ranks_in_time(train, tmp_path):
     out = tmp_path / "run"
     with start_torchrun(train, out, "reward", ranks=2) as process:
         await wait_reached(out, process.pid)

@@ -4,13 +4,11 @@ secret is left anywhere.
 
 import socket
 import time
-from pathlib import Path
 
 import pytest
 
 from rollouts.metrics.jsonl import read_rows
 from rollouts.run_dir import RunDir
-from tests.e2e.conftest import Train
 from tests.support.processes import find_processes
 from tests.support.tracker_runs import read_events
 
@@ -25,9 +23,7 @@ SECRETS = {
 
 
 @pytest.mark.slow
-def test_trackers_of_a_run_have_its_rows_and_one_that_hangs_is_told_and_ended(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_trackers_of_a_run_have_its_rows_and_one_that_hangs_is_told_and_ended(train, tmp_path, monkeypatch):
     for name, secret in SECRETS.items():
         monkeypatch.setenv(name, secret)
     out = tmp_path / "run"

@@ -36,7 +36,7 @@ def run_command(line: str, directory: Path, cache: Path) -> subprocess.Completed
 def test_the_walkthrough_trains_a_task(tmp_path):
     cache, directory = tmp_path / "cache", tmp_path / "work"
     directory.mkdir()
-    outputs: list[str] = []
+    outputs = []
     for block in BLOCK.finditer(PAGE.read_text(encoding="utf-8")):
         kind, _, name = block["info"].partition(" ")
         if kind in ("python", "toml"):

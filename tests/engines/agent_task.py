@@ -23,16 +23,16 @@ GROUP = ContextVar[int]("group")  # of the trajectory that calls
 class Updates:
     """What the engines serve, and since when groups are under way. Told by the program that runs the task."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.version = 0  # that all engines serve
         self.launched: dict[int, int] = {}  # groups, and the version at their launch
         self._changed = trio.lowlevel.ParkingLot()
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int):
         self.version = version
         self._changed.unpark_all()
 
-    async def wait_since_launch(self, group: int) -> None:
+    async def wait_since_launch(self, group: int):
         """Returns when the engines have been updated since the launch of the group."""
         while self.version == self.launched[group]:
             await self._changed.park()

@@ -56,7 +56,7 @@ class RunningServer:
     pid: int  # of its process group too
 
 
-def open_engine(server: RunningServer, **changes: Any) -> AbstractAsyncContextManager[ServerEngine]:
+def open_engine(server: RunningServer, **changes) -> AbstractAsyncContextManager[ServerEngine]:
     opened = open_vllm_engine if server.kind == "vllm" else open_sglang_engine
     return opened(server.url, **({"api_key": server.api_key, "vocab_size": VOCAB_SIZE} | changes))
 
@@ -83,7 +83,7 @@ def find_python(kind: Kind) -> Path:
 
 
 @pytest.fixture(scope="session")
-def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Snapshots:
+def snapshots(tmp_path_factory) -> Snapshots:
     """Two models of one shape and different weights, with a tokenizer: the first is what servers are started
     with. The weights are large enough for log-probs that tell one token from another.
     """
@@ -93,7 +93,7 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Snapshots:
     return first, second
 
 
-def save_random_model(path: Path, *, seed: int, std: float) -> None:
+def save_random_model(path: Path, *, seed: int, std: float):
     """A Llama over bytes whose weights have this deviation. Heads of 32, below which the servers' CPU kernels
     do not go.
     """
@@ -149,7 +149,7 @@ def run_server(
         process.wait()
 
 
-def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path):
     deadline = time.monotonic() + START_S
     while True:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as reply:
@@ -164,21 +164,17 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def vllm_server(
-    vllm_python: Path, snapshots: Snapshots, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningServer]:
+def vllm_server(vllm_python, snapshots, tmp_path_factory) -> Iterator[RunningServer]:
     with run_server("vllm", vllm_python, snapshots[0], tmp_path_factory.mktemp("vllm")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def sglang_server(
-    sglang_python: Path, snapshots: Snapshots, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningServer]:
+def sglang_server(sglang_python, snapshots, tmp_path_factory) -> Iterator[RunningServer]:
     with run_server("sglang", sglang_python, snapshots[0], tmp_path_factory.mktemp("sglang")) as server:
         yield server
 
 
 @pytest.fixture(params=["vllm", "sglang"])
-def server(request: pytest.FixtureRequest) -> RunningServer:
+def server(request) -> RunningServer:
     return request.getfixturevalue(f"{request.param}_server")

@@ -13,7 +13,7 @@ STARTED: list[EngineProcess] = []
 restart, generate = EngineProcess.restart, ServerEngine.generate
 
 
-async def restart_and_tell(self: EngineProcess) -> None:
+async def restart_and_tell(self: EngineProcess):
     await restart(self)
     STARTED.append(self)
 

@@ -37,7 +37,7 @@ call, generate = Server.call, ServerEngine.generate
 load, engines_updated = ServerEngine.update_weights_from_checkpoint, AsyncRolloutManager.engines_updated
 
 
-def record(event: str, server: str, request: GenerateRequest | None = None, **values: Any) -> None:
+def record(event: str, server: str, request: GenerateRequest | None = None, **values):
     who = {} if request is None else {"request": request.request_id, "trajectory": request.trajectory}
     LINES.write(json.dumps({"event": event, "server": server, **who, **values}) + "\n")
 
@@ -59,7 +59,7 @@ async def generate_for_trajectory(self: ServerEngine, request: GenerateRequest) 
     return await generate(self, request)
 
 
-async def call_and_record(self: Server, method: str, path: str, body: Any = None, **options: Any) -> bytes:
+async def call_and_record(self: Server, method: str, path: str, body: Any = None, **options) -> bytes:
     request = REQUEST.get()
     if path not in PATHS or request is None:
         return await call(self, method, path, body, **options)
@@ -70,7 +70,7 @@ async def call_and_record(self: Server, method: str, path: str, body: Any = None
     return answer
 
 
-def read_answer(answer: Any) -> dict[str, Any]:
+def read_answer(answer) -> dict[str, Any]:
     if "choices" in answer:  # vLLM's
         (choice,) = answer["choices"]
         tokens, spans = choice["token_ids"], choice["weight_versions"]
@@ -88,12 +88,12 @@ async def load_and_record(self: ServerEngine, path: Path, version: int) -> Any:
     return loaded
 
 
-def start_and_tell(index: int, *rest: Any) -> Group:
+def start_and_tell(index: int, *rest) -> Group:
     UPDATES.launched[index] = UPDATES.version
     return start_group(index, *rest)
 
 
-def update_and_tell(self: AsyncRolloutManager, version: int) -> None:
+def update_and_tell(self: AsyncRolloutManager, version: int):
     engines_updated(self, version)
     UPDATES.publish(version)
 

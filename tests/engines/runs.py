@@ -81,7 +81,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def assert_proven(run: Path, *, steps: Sequence[int] = range(1, STEPS + 1)) -> None:
+def assert_proven(run: Path, *, steps: Sequence[int] = range(1, STEPS + 1)):
     """Every step was trained on samples as old as the server's weights, which every second one brought to the
     trainer's, proven by the probe.
     """

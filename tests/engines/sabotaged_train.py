@@ -13,7 +13,7 @@ post = Server.control
 ADAPTERS: list[str] = []
 
 
-async def control(self: Server, path: str, body: Any = None, *rest: Any, **named: Any) -> Any:
+async def control(self: Server, path: str, body: Any = None, *rest, **named) -> Any:
     if path == "/collective_rpc":
         return None
     if path == "/v1/load_lora_adapter":

@@ -98,7 +98,7 @@ class Recorded:
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
-def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+def recorded(request, tmp_path_factory) -> Recorded:
     kind: Kind = request.param
     python: Path = request.getfixturevalue(f"{kind}_python")
     folder = tmp_path_factory.mktemp(kind)
@@ -133,7 +133,7 @@ def read_recorded(run_dir: RunDir, record: Path) -> Recorded:
     return Recorded(rows, samples, spans, trained, state, read_rows(record))
 
 
-def test_every_step_trains_and_no_prompt_is_lost(recorded: Recorded):
+def test_every_step_trains_and_no_prompt_is_lost(recorded):
     rows, state = recorded.rows, recorded.state
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert max(row["optim/grad_norm"] for row in rows) > 0
@@ -143,7 +143,7 @@ def test_every_step_trains_and_no_prompt_is_lost(recorded: Recorded):
     assert state["next_group_index"] == ledger["trained"] + len(held)
 
 
-def test_both_servers_prove_each_update(recorded: Recorded):
+def test_both_servers_prove_each_update(recorded):
     loaded = defaultdict(list)
     for event in recorded.list_events("loaded"):
         loaded[event["server"]].append(event["version"])
@@ -155,7 +155,7 @@ def test_both_servers_prove_each_update(recorded: Recorded):
         assert (row["weight_sync/engines_updated"], row["weight_sync/engines_failed"]) == (2, 0)
 
 
-def test_tools_answer_over_several_turns(recorded: Recorded):
+def test_tools_answer_over_several_turns(recorded):
     for row in recorded.rows:
         assert row["tools/multiply/ok"] > 0 and row["trajectories/turns/mean"] > 1, row["step"]
     results = 0
@@ -170,7 +170,7 @@ def test_tools_answer_over_several_turns(recorded: Recorded):
     assert results == sum(row["tools/multiply/ok"] for row in recorded.rows) > 0
 
 
-def test_a_token_bears_the_version_that_its_server_had(recorded: Recorded):
+def test_a_token_bears_the_version_that_its_server_had(recorded):
     loaded: dict[str, list[int]] = defaultdict(list)
     asked_at: dict[str, int] = {}
     for event in recorded.events:
@@ -183,7 +183,7 @@ def test_a_token_bears_the_version_that_its_server_had(recorded: Recorded):
             assert {*event["versions"]} <= {*loaded[server][asked_at[event["request"]] :]}, event
 
 
-def test_a_trajectory_goes_on_over_an_update_and_no_token_is_too_old(recorded: Recorded):
+def test_a_trajectory_goes_on_over_an_update_and_no_token_is_too_old(recorded):
     spanning: set[int] = set()
     for sample, arrays in recorded.trained.items():
         versions = arrays["version"][arrays["mask"] == 1].tolist()
@@ -195,7 +195,7 @@ def test_a_trajectory_goes_on_over_an_update_and_no_token_is_too_old(recorded: R
     assert [row["off_policy/max"] for row in recorded.rows][:2] == [0, 1]
 
 
-def test_all_turns_of_a_trajectory_go_to_one_server_while_it_serves(recorded: Recorded):
+def test_all_turns_of_a_trajectory_go_to_one_server_while_it_serves(recorded):
     last: dict[str, str] = {}
     tried: set[str] = set()
     for event in recorded.events:
@@ -222,7 +222,7 @@ def test_all_turns_of_a_trajectory_go_to_one_server_while_it_serves(recorded: Re
     assert len(homes) > len({group for group, _ in homes}), "it is the group's server, and not its own"
 
 
-def test_the_ids_that_a_server_took_in_and_gave_out_are_those_that_train(recorded: Recorded):
+def test_the_ids_that_a_server_took_in_and_gave_out_are_those_that_train(recorded):
     segments = replay_requests(recorded)
     for sample, arrays in recorded.trained.items():
         segment = segments[sample]
@@ -244,7 +244,7 @@ class Segment:
     log_probs: list[float]
     answers: int = 0
 
-    def add(self, tokens: Sequence[int], versions: Sequence[int], log_probs: Sequence[float]) -> None:
+    def add(self, tokens: Sequence[int], versions: Sequence[int], log_probs: Sequence[float]):
         self.tokens += tokens
         self.versions += versions
         self.log_probs += log_probs

@@ -3,7 +3,6 @@
 import os
 import signal
 import uuid
-from pathlib import Path
 
 import pytest
 import trio
@@ -12,14 +11,14 @@ from rollouts.engines.processes import EngineCommand, EngineProcess, open_engine
 from rollouts.errors import EngineSetupError
 from rollouts.testing.engine_contracts import make_request
 
-from .conftest import ARGS, Kind, RunningServer, Snapshots, open_engine
+from .conftest import ARGS, Kind, RunningServer, open_engine
 from .runs import find_processes
 
 pytestmark = [pytest.mark.engines, pytest.mark.parametrize("kind", ["vllm", "sglang"])]
 
 
 @pytest.fixture
-def command(kind: Kind, request: pytest.FixtureRequest, snapshots: Snapshots) -> EngineCommand:
+def command(kind, request, snapshots) -> EngineCommand:
     python = request.getfixturevalue(f"{kind}_python")
     return EngineCommand(kind, python, snapshots[0], tuple(ARGS[kind].split()))
 
@@ -32,7 +31,7 @@ async def generate_ids(kind: Kind, process: EngineProcess) -> list[int]:
 
 
 async def test_a_real_server_starts_answers_comes_back_and_leaves_nothing(
-    command: EngineCommand, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command, kind, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("RUN_MARK", mark := uuid.uuid4().hex)
     async with open_engine_processes(command, count=1, log_dir=tmp_path) as (process,):
@@ -47,7 +46,7 @@ async def test_a_real_server_starts_answers_comes_back_and_leaves_nothing(
     assert find_processes(mark) == []
 
 
-async def test_a_real_server_that_cannot_start_says_why(command: EngineCommand, kind: Kind, tmp_path: Path):
+async def test_a_real_server_that_cannot_start_says_why(command, kind, tmp_path):
     wrong = command._replace(model=tmp_path / "no-model")
     with pytest.raises(EngineSetupError, match=f"{kind}-0.*before it was ready") as raised:
         async with open_engine_processes(wrong, count=1, log_dir=tmp_path):

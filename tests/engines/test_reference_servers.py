@@ -12,13 +12,13 @@ from rollouts.reference.score import open_frozen_reference
 from rollouts.reference.server import open_server_reference
 from rollouts.testing.torch_contracts import make_batch
 
-from .conftest import VOCAB_SIZE, RunningServer, Snapshots, open_engine
+from .conftest import VOCAB_SIZE, open_engine
 from .model_checks import load
 
 pytestmark = pytest.mark.engines
 
 
-async def test_a_server_gives_the_models_own_log_probs(server: RunningServer, snapshots: Snapshots):
+async def test_a_server_gives_the_models_own_log_probs(server, snapshots):
     async with open_engine(server) as engine:
         await load(engine, snapshots[0])  # another test may have left other weights
     batches = [make_batch(seed) for seed in range(3)]
@@ -29,7 +29,7 @@ async def test_a_server_gives_the_models_own_log_probs(server: RunningServer, sn
     options: dict[str, Any] = {"kind": server.kind, "vocab_size": VOCAB_SIZE, "api_key": server.api_key}
     async with open_server_reference(server.url, **options) as scorer, trio.open_nursery() as nursery:
 
-        async def score(index: int) -> None:
+        async def score(index):
             found[index] = await scorer.score(batches[index])
 
         for index in range(len(batches)):

@@ -14,7 +14,7 @@ from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import LONG, asked, disturb, make_request, update_frozen
 from rollouts.types import Completion, GenerateRequest
 
-from .conftest import CONTEXT_LENGTH, RunningServer, Snapshots, open_engine
+from .conftest import CONTEXT_LENGTH, open_engine
 from .model_checks import load, score
 
 pytestmark = pytest.mark.engines
@@ -22,37 +22,37 @@ Open = Callable[..., AbstractAsyncContextManager[ServerEngine]]
 
 
 @pytest.fixture
-def open_(server: RunningServer) -> Open:
+def open_(server) -> Open:
     return lambda **changes: open_engine(server, **changes)
 
 
 @pytest.mark.parametrize("check", [*engine_contracts.CHECKS, *engine_contracts.MODEL_CHECKS])
-async def test_contract(check: Any, open_: Open):
+async def test_contract(check, open_):
     await check(open_)
 
 
-async def test_updates_show_in_version_log_probs_and_checksum(open_: Open, snapshots: Snapshots):
+async def test_updates_show_in_version_log_probs_and_checksum(open_, snapshots):
     await engine_contracts.check_update_from_checkpoint(open_, *snapshots)
 
 
-async def test_frozen_request_comes_back_whole_with_two_versions(open_: Open, snapshots: Snapshots):
+async def test_frozen_request_comes_back_whole_with_two_versions(open_, snapshots):
     await engine_contracts.check_keep_pause_spans_two_versions(open_, snapshots[1])
 
 
-async def test_bad_snapshots_change_nothing(open_: Open, snapshots: Snapshots, tmp_path: Path):
+async def test_bad_snapshots_change_nothing(open_, snapshots, tmp_path):
     await engine_contracts.check_bad_snapshots_change_nothing(open_, snapshots[1], tmp_path)
 
 
 def assert_models_own(
-    path: Path, request: GenerateRequest, answer: Completion, which: Any = ..., *, atol: float = 2e-4
-) -> None:
+    path: Path, request: GenerateRequest, answer: Completion, which=..., *, atol: float = 2e-4
+):
     """These log-probs are those of the model in `path` at the temperature that was sampled with."""
     np.testing.assert_allclose(answer.log_probs[which], score(path, request, answer)[which], atol=atol)
 
 
 @pytest.mark.parametrize("temperatures", [(0.0,), (0.5,), (1.0,), (2.0,), (0.0, 0.5, 1.5)])
 async def test_log_probs_are_the_models_own_at_its_temperature(
-    temperatures: tuple[float, ...], open_: Open, snapshots: Snapshots
+    temperatures: tuple[float, ...], open_, snapshots
 ):
     """Also where several are in one batch; greedy ones are those of temperature 1."""
     requests = [
@@ -67,13 +67,13 @@ async def test_log_probs_are_the_models_own_at_its_temperature(
         assert_models_own(snapshots[0], request, answers[request.request_id])
 
 
-async def test_tokens_after_a_frozen_update_are_the_new_models_own(open_: Open, snapshots: Snapshots):
+async def test_tokens_after_a_frozen_update_are_the_new_models_own(open_, snapshots):
     """Scored by the new weights over everything before: keys and values of the old weights would show."""
     paths = [*snapshots]  # what the engine serves, and what it is brought to next
     async with open_() as engine:
         await load(engine, paths[0])
 
-        async def update(answers: dict[str, Completion]) -> None:
+        async def update(answers):
             paths.reverse()
             await update_frozen(engine, paths[0], answers)
 
@@ -84,10 +84,10 @@ async def test_tokens_after_a_frozen_update_are_the_new_models_own(open_: Open, 
     assert_models_own(paths[0], request, answer, new, atol=5e-4)
 
 
-async def test_abort_all_answers_frozen_requests_with_what_they_have(open_: Open, server: RunningServer):
+async def test_abort_all_answers_frozen_requests_with_what_they_have(open_, server):
     async with open_() as engine:
 
-        async def freeze_and_abort(_: dict[str, Completion]) -> None:
+        async def freeze_and_abort(_):
             await engine.pause("keep")
             await engine.abort_all()
             await engine.resume()
@@ -99,7 +99,7 @@ async def test_abort_all_answers_frozen_requests_with_what_they_have(open_: Open
         assert len((await engine.generate(make_request())).token_ids) == 4
 
 
-async def test_server_left_paused_serves_who_comes_next(open_: Open):
+async def test_server_left_paused_serves_who_comes_next(open_):
     async with open_() as engine:
         await engine.pause("keep")
     async with open_() as engine:
@@ -115,9 +115,7 @@ async def test_server_left_paused_serves_who_comes_next(open_: Open):
         ({"context_length": CONTEXT_LENGTH + 1}, f"--(max-model-len|context-length) {CONTEXT_LENGTH + 1}"),
     ],
 )
-async def test_opening_with_what_does_not_fit_names_the_flag(
-    changes: dict[str, Any], rule: str, server: RunningServer
-):
+async def test_opening_with_what_does_not_fit_names_the_flag(changes: dict[str, Any], rule, server):
     with pytest.raises(EngineSetupError, match=rule) as raised:
         async with open_engine(server, **changes):
             pass

@@ -19,7 +19,7 @@ from rollouts.testing.engine_contracts import LONG, disturb, make_request
 from rollouts.types import Completion, GenerateRequest, RolloutBatch
 from rollouts.weight_sync.broadcast_servers import open_broadcast
 
-from .conftest import RunningServer, Snapshots, open_engine, run_server
+from .conftest import RunningServer, open_engine, run_server
 from .model_checks import load
 
 pytestmark = pytest.mark.engines
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.engines
 
 @asynccontextmanager
 async def open_all(
-    server: RunningServer, path: Path, **options: Any
+    server: RunningServer, path: Path, **options
 ) -> AsyncIterator[tuple[ServerEngine, PyTorchTrainingBackend, Any]]:
     """The server's engine, a trainer of the model in `path`, and a broadcast from one to the other."""
     async with (
@@ -38,7 +38,7 @@ async def open_all(
         yield engine, backend, transport
 
 
-async def send(transport: Any, backend: PyTorchTrainingBackend, engine: ServerEngine) -> int:
+async def send(transport, backend: PyTorchTrainingBackend, engine: ServerEngine) -> int:
     """The version that the backend's weights have on the engine now, sent in memory."""
     version = await engine.weight_version() + 1
     await engine.pause("wait")
@@ -56,9 +56,7 @@ async def score_by_trainer(
     return row[mask]
 
 
-async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(
-    sglang_server: RunningServer, snapshots: Snapshots
-):
+async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(sglang_server, snapshots):
     request = make_request(prompt=(9, 8, 7), max_new_tokens=16, temperature=0.0)
     async with open_all(sglang_server, snapshots[1], bucket_bytes=50_000) as (engine, backend, transport):
         await load(engine, snapshots[1])
@@ -85,13 +83,11 @@ async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(
         assert np.abs(again.log_probs[0] - by_memory.log_probs[0]) > 1e-3
 
 
-async def test_request_in_flight_over_a_broadcast_has_two_versions(
-    sglang_server: RunningServer, snapshots: Snapshots
-):
+async def test_request_in_flight_over_a_broadcast_has_two_versions(sglang_server, snapshots):
     async with open_all(sglang_server, snapshots[1], bucket_bytes=50_000) as (engine, backend, transport):
         await load(engine, snapshots[0])
 
-        async def update(answers: dict[str, Completion]) -> None:
+        async def update(answers):
             await engine.pause("keep")
             before = dict(answers)
             assert await transport(backend, [engine], await engine.weight_version() + 1) == {
@@ -106,7 +102,7 @@ async def test_request_in_flight_over_a_broadcast_has_two_versions(
 
 
 async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_the_next(
-    sglang_server: RunningServer, snapshots: Snapshots
+    sglang_server, snapshots
 ):
     async with open_all(sglang_server, snapshots[1]) as (engine, backend, transport):
         assert await engine.dialect.begin_transfer()  # and nothing more: as if the trainer had died
@@ -115,25 +111,23 @@ async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_
 
 
 @pytest.fixture(scope="module")
-def other_server(
-    sglang_python: Path, snapshots: Snapshots, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningServer]:
+def other_server(sglang_python, snapshots, tmp_path_factory) -> Iterator[RunningServer]:
     """A server whose log-probs are not of the distribution sampled from."""
     folder, unscaled = tmp_path_factory.mktemp("other"), {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
     with run_server("sglang", sglang_python, snapshots[0], folder, **unscaled) as server:
         yield server
 
 
-async def test_server_with_unscaled_log_probs_is_refused(other_server: RunningServer):
+async def test_server_with_unscaled_log_probs_is_refused(other_server):
     with pytest.raises(EngineSetupError, match="without SGLANG_RETURN_ORIGINAL_LOGPROB"):
         async with open_engine(other_server):
             pass
 
 
 async def test_server_that_dies_or_stops_in_an_update_is_reported_and_the_trainer_goes_on(
-    other_server: RunningServer, snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch
+    other_server, snapshots, monkeypatch
 ):
-    async def take_it(_: Any) -> None:
+    async def take_it(_):
         """Its log-probs do not matter here."""
 
     monkeypatch.setattr("rollouts.engines.sglang._check_temperature", take_it)

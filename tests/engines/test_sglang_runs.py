@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import RunningServer, Snapshots
 from .runs import STEPS, SYNC_EVERY, assert_proven, train, use_short
 
 pytestmark = pytest.mark.engines
@@ -18,16 +17,14 @@ def count_updates(log: Path) -> tuple[int, int]:
     return text.count("weights online from disk begin"), text.count("POST /update_weights_from_distributed ")
 
 
-def test_run_starts_a_server_updates_it_from_disk_and_leaves_nothing(sglang_python: Path, tmp_path: Path):
+def test_run_starts_a_server_updates_it_from_disk_and_leaves_nothing(sglang_python, tmp_path):
     flags = f"{use_short(tmp_path, 'tiny:llama')} --engine.python {sglang_python}"
     train(tmp_path, "demo_sglang.toml", flags)
     assert_proven(tmp_path / "run")
     assert count_updates(tmp_path / "run" / "engines" / "sglang-0.log") == (1 + STEPS // SYNC_EVERY, 0)
 
 
-def test_run_on_a_running_server_updates_it_in_memory(
-    sglang_server: RunningServer, snapshots: Snapshots, tmp_path: Path
-):
+def test_run_on_a_running_server_updates_it_in_memory(sglang_server, snapshots, tmp_path):
     from_disk, in_memory = count_updates(sglang_server.log)
     flags = f'--engine.urls ["{sglang_server.url}"] --engine.transport memory'
     flags += f" {use_short(tmp_path, snapshots[0])}"

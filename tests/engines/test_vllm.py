@@ -1,8 +1,6 @@
 """What only a vLLM server does, on a real one. Needs ROLLOUTS_VLLM_PYTHON, or vLLM in .venv-vllm."""
 
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +12,13 @@ from rollouts.errors import EngineError, EngineSetupError
 from rollouts.testing.engine_contracts import LONG, at_work, make_request
 from tests.support.text_tables import cases
 
-from .conftest import CONTEXT_LENGTH, VOCAB_SIZE, RunningServer, Snapshots, open_engine, run_server
+from .conftest import CONTEXT_LENGTH, VOCAB_SIZE, open_engine, run_server
 from .model_checks import load
 
 pytestmark = pytest.mark.engines
 
 
-async def test_frozen_request_finishes_under_pause_wait(vllm_server: RunningServer):
+async def test_frozen_request_finishes_under_pause_wait(vllm_server):
     async with open_engine(vllm_server) as engine:
         async with at_work(engine) as answers:
             await engine.pause("keep")
@@ -31,7 +29,7 @@ async def test_frozen_request_finishes_under_pause_wait(vllm_server: RunningServ
 
 
 async def test_server_that_fails_in_a_load_has_no_version_until_an_update_succeeds(
-    vllm_server: RunningServer, snapshots: Snapshots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vllm_server, snapshots, tmp_path, monkeypatch
 ):
     # the snapshot passes our check and is gone when the server looks for it, as when the two see different
     # file systems
@@ -44,7 +42,7 @@ async def test_server_that_fails_in_a_load_has_no_version_until_an_update_succee
         await engine.pause("keep")
         send = engine.dialect.server.control
 
-        async def lose_and_send(*arguments: Any, **options: Any) -> Any:
+        async def lose_and_send(*arguments, **options):
             shutil.rmtree(gone, ignore_errors=True)
             return await send(*arguments, **options)
 
@@ -63,16 +61,14 @@ async def test_server_that_fails_in_a_load_has_no_version_until_an_update_succee
     np.testing.assert_allclose(before.log_probs, after.log_probs, atol=1e-4)
 
 
-async def test_top_p_log_probs_are_those_of_the_tokens_kept(vllm_server: RunningServer):
+async def test_top_p_log_probs_are_those_of_the_tokens_kept(vllm_server):
     async with open_engine(vllm_server) as engine:
         completion = await engine.generate(make_request(max_new_tokens=16, top_p=1e-6))
     np.testing.assert_allclose(completion.log_probs, 0.0, atol=1e-5)  # one token is kept, and it is certain
 
 
 @cases("speaks: ids text")
-async def test_openai_engine_evaluates_on_the_same_server(
-    speaks: str, vllm_server: RunningServer, snapshots: Snapshots
-):
+async def test_openai_engine_evaluates_on_the_same_server(speaks, vllm_server, snapshots):
     tokenizer = transformers.AutoTokenizer.from_pretrained(snapshots[0])
     async with (
         open_engine(vllm_server) as exact,
@@ -104,12 +100,12 @@ flags                        | dev_mode | named
 --enforce-eager              | 0        | VLLM_SERVER_DEV_MODE=1
 """)
 async def test_server_without_a_setting_is_refused_by_the_name_of_its_flag(
-    flags: str,
-    dev_mode: str,
-    named: str,
-    vllm_python: Path,
-    snapshots: Snapshots,
-    tmp_path: Path,
+    flags,
+    dev_mode,
+    named,
+    vllm_python,
+    snapshots,
+    tmp_path,
 ):
     environment = {"VLLM_SERVER_DEV_MODE": dev_mode}
     opened = run_server("vllm", vllm_python, snapshots[0], tmp_path, *flags.split(), **environment)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from .conftest import RunningServer, Snapshots
 from .runs import (
     assert_proven,
     find_processes,
@@ -33,7 +32,7 @@ def share_of_digits(sample):
 
 
 def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_second_step(
-    vllm_python: Path, tmp_path: Path
+    vllm_python, tmp_path
 ):
     (tmp_path / "digits.py").write_text(REWARD)
     flags = (
@@ -58,7 +57,7 @@ def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_seco
 
 
 def test_a_server_that_keeps_its_old_weights_and_says_200_stops_the_run_before_a_sample_of_them_trains(
-    vllm_server: RunningServer, snapshots: Snapshots, tmp_path: Path
+    vllm_server, snapshots, tmp_path
 ):
     errors = train(
         tmp_path,
@@ -78,7 +77,7 @@ def test_a_server_that_keeps_its_old_weights_and_says_200_stops_the_run_before_a
 
 
 def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again(
-    vllm_python: Path, snapshots: Snapshots, tmp_path: Path
+    vllm_python, snapshots, tmp_path
 ):
     mark = uuid.uuid4().hex
     flags = (
@@ -129,7 +128,7 @@ def serves_again(row: dict[str, Any]) -> bool:
     return row.get("engine/vllm_0/restarts") == 1 and row["engine/vllm_0/state"] == 0
 
 
-def wait_until(run: subprocess.Popen[bytes], errors: Path, condition: Callable[[], bool]) -> None:
+def wait_until(run: subprocess.Popen[bytes], errors: Path, condition: Callable[[], bool]):
     """Asks twice a second: what is waited for happens in other processes."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():

@@ -3,14 +3,14 @@
 import pytest
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser):
     parser.addoption("--sim-seed", metavar="N", help="simulate the run of this seed")
     parser.addoption(
         "--sim-seeds", metavar="A..B", help="simulate the runs of the seeds A to B, both included"
     )
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc):
     """Gives `sim_seed` the seeds of the command line; without any, its tests are skipped."""
     if "sim_seed" in metafunc.fixturenames:
         given = metafunc.config.getoption("--sim-seeds", None) or metafunc.config.getoption(

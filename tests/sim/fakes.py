@@ -29,7 +29,7 @@ class SimulatedEngine(ServerEngine):
 
     resume_tried = True
 
-    def __init__(self, process: SimulatedProcess, dialect: DialectName, *, silence_s: float) -> None:
+    def __init__(self, process: SimulatedProcess, dialect: DialectName, *, silence_s: float):
         fake = FaultServer(process, dialect)
         client = HttpClient(
             fake.url, {}, lambda: httpx.AsyncClient(transport=fake.transport(), trust_env=False)
@@ -48,11 +48,11 @@ class SimulatedEngine(ServerEngine):
         await self.dialect.load_weights(path, version)
         return {}
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode):
         self.resume_tried = False
         await super().pause(mode)
 
-    async def resume(self) -> None:
+    async def resume(self):
         self.resume_tried = True
         await super().resume()
 
@@ -69,7 +69,7 @@ class SimulatedBackend(FakeBackend):
         lineage: list[str],
         name_next: Callable[[list[str]], str],
         check_batch: Callable[[RolloutBatch], None],
-    ) -> None:
+    ):
         super().__init__(step_s, 0.0, {})
         self._state["version"] = len(lineage) - 1
         self._name_next = name_next
@@ -108,7 +108,7 @@ class SimulatedSnapshots:
     weights are.
     """
 
-    def __init__(self, export_s: float) -> None:
+    def __init__(self, export_s: float):
         self._export_s = export_s
         self._kept: set[Path] = set()
         self.missed: list[Path] = []  # loaded after they were removed
@@ -126,7 +126,7 @@ class SimulatedSnapshots:
         self._kept.add(path)
         return Snapshot(path, weights, 8)
 
-    async def prune(self, keep: Path) -> None:
+    async def prune(self, keep: Path):
         await trio.lowlevel.checkpoint()
         self._kept = {path for path in self._kept if path == keep}
 
@@ -139,18 +139,16 @@ class SimulatedSnapshots:
 
 
 class NoLog:
-    async def log_step(self, *row: Any, **more: Any) -> None: ...
-    async def log_samples(
-        self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
-    ) -> None: ...
-    async def log_evaluation(self, *row: Any) -> None: ...
-    async def log_spans(self, *row: Any) -> None: ...
+    async def log_step(self, *row, **more): ...
+    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]): ...
+    async def log_evaluation(self, *row): ...
+    async def log_spans(self, *row): ...
 
 
 class RecordingBuffer:
     """A DataBuffer that refuses to hand out a prompt that is out, or to take back one that is not."""
 
-    def __init__(self, buffer: DataBuffer, out: set[tuple[int, str]]) -> None:
+    def __init__(self, buffer: DataBuffer, out: set[tuple[int, str]]):
         self.buffer = buffer
         self.out = out
 
@@ -161,7 +159,7 @@ class RecordingBuffer:
             self.out.add(prompt.key)
         return prompts
 
-    def return_prompts(self, prompts: Sequence[PromptRow]) -> None:
+    def return_prompts(self, prompts: Sequence[PromptRow]):
         for prompt in prompts:
             assert prompt.key in self.out, f"{prompt.key} was returned without being out"
             self.out.remove(prompt.key)

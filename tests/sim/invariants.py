@@ -41,7 +41,7 @@ Invariant = Literal[
 class BrokenInvariant(AssertionError):
     """What was found, and by which invariant."""
 
-    def __init__(self, invariant: Invariant, detail: str) -> None:
+    def __init__(self, invariant: Invariant, detail: str):
         super().__init__(f"{invariant}: {detail}")
         self.invariant: Invariant = invariant
 
@@ -104,7 +104,7 @@ class Trainer:
 class Checks:
     """The part of a simulation that looks."""
 
-    def __init__(self, schedule: FleetSchedule) -> None:
+    def __init__(self, schedule: FleetSchedule):
         self.schedule = schedule
         self.report = FleetReport()
         self.broken: BrokenInvariant | None = None
@@ -116,14 +116,14 @@ class Checks:
         self.snapshots = SimulatedSnapshots(schedule.export_s)
         self.trainer: Trainer | None = None
 
-    def fail(self, invariant: Invariant, detail: str) -> None:
+    def fail(self, invariant: Invariant, detail: str):
         """Ends the run; the first to fail is told."""
         if self.broken is None:
             self.broken = BrokenInvariant(invariant, detail)
             self.virtual_s = trio.current_time()
             self.scope.cancel()
 
-    def check_event(self) -> None:
+    def check_event(self):
         """After every step of every task. Cheap: it is most of what a run costs."""
         trainer = self.trainer
         if trainer is None or self.broken is not None:
@@ -177,7 +177,7 @@ class Checks:
                 f" {trainer.most_committed} at most",
             )
 
-    def check_serving(self, name: str, committed: int | None, trainer: Trainer, published: int) -> None:
+    def check_serving(self, name: str, committed: int | None, trainer: Trainer, published: int):
         is_syncing = trainer.sync._lock.locked()
         if self.life.cancel_called and committed is not None:
             published = committed  # a trainer that is killed between commit and publish leaves the fleet so
@@ -202,7 +202,7 @@ class Checks:
                 f" {process.weights}",
             )
 
-    def check_batch(self, batch: RolloutBatch) -> None:
+    def check_batch(self, batch: RolloutBatch):
         """Every token that trains, and which prompts do."""
         trainer = self.trainer
         assert (
@@ -222,7 +222,7 @@ class Checks:
         self.check_prompts(batch, trainer)
         self.report.steps += 1
 
-    def check_tokens(self, trainer: Trainer, *told: np.ndarray, oldest: int, newest: int) -> None:
+    def check_tokens(self, trainer: Trainer, *told: np.ndarray, oldest: int, newest: int):
         """`told`: by token its position, id, log-prob and version."""
         for position, token, log_prob, version in zip(*(row.tolist() for row in told), strict=True):
             if not oldest <= version <= newest:
@@ -237,7 +237,7 @@ class Checks:
                     f" {expected}",
                 )
 
-    def check_prompts(self, batch: RolloutBatch, trainer: Trainer) -> None:
+    def check_prompts(self, batch: RolloutBatch, trainer: Trainer):
         rollout = self.schedule.config.rollout
         ids = [sample.id for sample in batch.samples]
         groups = Counter((metadata["epoch"], metadata["prompt_id"]) for metadata in batch.metadata)
@@ -254,7 +254,7 @@ class Checks:
             raise BrokenInvariant("prompts", f"{sorted(again)} trained twice, or again and never before")
         trainer.trained |= groups.keys()
 
-    def check_books(self, trainer: Trainer) -> None:
+    def check_books(self, trainer: Trainer):
         """Every prompt taken off the stream waits in the buffer, or was trained, dropped, failed, is held,
         or, ahead of its batch, in flight.
         """
@@ -280,7 +280,7 @@ class Checks:
                 "prompts", f"{len(trainer.trained)} trained, the books say {books['trained']}"
             )
 
-    def check_explained(self, error: Exception, trainer: Trainer) -> None:
+    def check_explained(self, error: Exception, trainer: Trainer):
         """No engine of the fleet went without a fault."""
         spared = [name for name in trainer.fleet._members if not self.processes[name].struck]
         if spared:

@@ -14,7 +14,6 @@ tokens · token_s / slots, nor trained in less than train_s + hold_s.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import trio
@@ -83,7 +82,7 @@ class SlotEngine(ScriptedEngine):
     slots.
     """
 
-    def __init__(self, setting: OverlapSetting) -> None:
+    def __init__(self, setting: OverlapSetting):
         super().__init__(context_length=10**9)
         self.longest_tokens = 0
         self._setting = setting
@@ -118,7 +117,7 @@ class SlotEngine(ScriptedEngine):
             finish_reason="stop" if count == left else "abort",
         )
 
-    async def _decode(self, versions: list[int], left: int, aborts: int) -> None:
+    async def _decode(self, versions: list[int], left: int, aborts: int):
         while len(versions) < left and self._aborts == aborts:
             await self._moving.wait()
             began, version, token_s = trio.current_time(), self._version, self._setting.token_s
@@ -128,21 +127,21 @@ class SlotEngine(ScriptedEngine):
             decoded = int((trio.current_time() - began) / token_s + 1e-6)
             versions += [version] * (most if scope.cancelled_caught else min(decoded, most))
 
-    def _disturb(self) -> None:
+    def _disturb(self):
         disturbed, self._disturbed = self._disturbed, trio.Event()
         disturbed.set()
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode):
         assert mode == "keep", mode
         self._moving = trio.Event()
         self._disturb()
         await trio.lowlevel.checkpoint()
 
-    async def resume(self) -> None:
+    async def resume(self):
         self._moving.set()
         await trio.lowlevel.checkpoint()
 
-    async def abort_all(self) -> None:
+    async def abort_all(self):
         self._aborts += 1
         self._disturb()
         await trio.lowlevel.checkpoint()
@@ -151,7 +150,7 @@ class SlotEngine(ScriptedEngine):
 class SlowBackend(FakeBackend):
     """A FakeBackend of which only forward_backward takes time."""
 
-    def __init__(self, train_s: float) -> None:
+    def __init__(self, train_s: float):
         super().__init__(0.0, 0.0, {})
         self._train_s = train_s
 
@@ -165,18 +164,16 @@ class SlowBackend(FakeBackend):
 class _StepLog(NoLog):
     """When each step was done, and what was in it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.times: list[float] = []
         self.tokens: list[float] = []
         self.mixed = 0
 
-    async def log_step(self, *row: Any, **more: Any) -> None:
+    async def log_step(self, *row, **more):
         self.times.append(trio.current_time())
         await trio.lowlevel.checkpoint()
 
-    async def log_samples(
-        self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
-    ) -> None:
+    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]):
         sampled = [sample.weight_versions[sample.loss_mask].tolist() for sample in samples]
         self.tokens += [float(sum(map(len, sampled)))] if sampled else []
         self.mixed += sum(len(set(versions)) > 1 for versions in sampled)
@@ -184,7 +181,7 @@ class _StepLog(NoLog):
 
 
 class _SilentTokenizer(FakeTokenizer):
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids, *, skip_special_tokens: bool = True) -> str:
         return ""
 
 

@@ -4,7 +4,6 @@ every one of them.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import trio
@@ -24,7 +23,7 @@ from tests.sim.invariants import Invariant
 # --- weight sync --------------------------------------------------------------------------------------------
 
 
-def publish_before_verify(patch: pytest.MonkeyPatch) -> None:
+def publish_before_verify(patch: pytest.MonkeyPatch):
     real = sync.sync_weights_to_engines
 
     async def sync_eagerly(
@@ -39,16 +38,16 @@ def publish_before_verify(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sync, "sync_weights_to_engines", sync_eagerly)
 
 
-def forget_to_resume(patch: pytest.MonkeyPatch) -> None:
+def forget_to_resume(patch: pytest.MonkeyPatch):
     """After an update that failed."""
 
-    async def do_nothing(self: update.EngineUpdate) -> None:
+    async def do_nothing(self: update.EngineUpdate):
         await trio.lowlevel.checkpoint()
 
     patch.setattr(update.EngineUpdate, "_resume_anyway", do_nothing)
 
 
-def commit_without_proof(patch: pytest.MonkeyPatch) -> None:
+def commit_without_proof(patch: pytest.MonkeyPatch):
     """The version that an engine reports is believed."""
     patch.setattr(update, "check_agreement", lambda proof, *, tolerance: None)
     patch.setattr(update, "check_change", lambda previous, now: None)
@@ -57,37 +56,37 @@ def commit_without_proof(patch: pytest.MonkeyPatch) -> None:
 # --- fleet --------------------------------------------------------------------------------------------------
 
 
-def deliver_during_updates(patch: pytest.MonkeyPatch) -> None:
+def deliver_during_updates(patch: pytest.MonkeyPatch):
     """Replies are not held back until their engine has proven what made them."""
 
-    async def deliver(self: FleetMember, call: Any) -> None:
+    async def deliver(self: FleetMember, call):
         await trio.lowlevel.checkpoint()
 
     patch.setattr(FleetMember, "_hold", deliver)
     patch.setattr(FleetMember, "_check_version", lambda self, completion: None)
 
 
-def forget_failed_requests(patch: pytest.MonkeyPatch) -> None:
+def forget_failed_requests(patch: pytest.MonkeyPatch):
     """A request whose engine failed is never asked again."""
 
     patch.setattr(fleet, "back_off_s", lambda *numbers: math.inf)
 
 
-def keep_the_seat_of_failed_requests(patch: pytest.MonkeyPatch) -> None:
+def keep_the_seat_of_failed_requests(patch: pytest.MonkeyPatch):
     real = Fleet._leave_seat
 
-    def leave(self: Fleet, call: Any, live: Any) -> None:
+    def leave(self: Fleet, call, live):
         if call.avoid is None:
             real(self, call, live)
 
     patch.setattr(Fleet, "_leave_seat", leave)
 
 
-def serve_restarted_engines(patch: pytest.MonkeyPatch) -> None:
+def serve_restarted_engines(patch: pytest.MonkeyPatch):
     """Without an update: with the weights that the server began with."""
     real = FleetMember._come_back
 
-    def come_back(self: FleetMember) -> None:
+    def come_back(self: FleetMember):
         real(self)
         if self.version is not None:
             self._set("healthy")
@@ -98,12 +97,12 @@ def serve_restarted_engines(patch: pytest.MonkeyPatch) -> None:
 # --- manager ------------------------------------------------------------------------------------------------
 
 
-def lose_prompts_of_failed_groups(patch: pytest.MonkeyPatch) -> None:
+def lose_prompts_of_failed_groups(patch: pytest.MonkeyPatch):
     """The prompts of groups that engines failed are not given back."""
     patch.setattr(collector, "INFRASTRUCTURE", "no class")
 
 
-def count_trained_groups_twice(patch: pytest.MonkeyPatch) -> None:
+def count_trained_groups_twice(patch: pytest.MonkeyPatch):
     real = Collector.deliver
 
     def deliver(self: Collector) -> RolloutBatch:
@@ -114,7 +113,7 @@ def count_trained_groups_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Collector, "deliver", deliver)
 
 
-def give_back_what_trained(patch: pytest.MonkeyPatch) -> None:
+def give_back_what_trained(patch: pytest.MonkeyPatch):
     """The prompt of a group that trains is drawn again in the same epoch."""
     real = Collector.deliver
 
@@ -127,7 +126,7 @@ def give_back_what_trained(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Collector, "deliver", deliver)
 
 
-def accept_late_replies(patch: pytest.MonkeyPatch) -> None:
+def accept_late_replies(patch: pytest.MonkeyPatch):
     """Nothing asks how old the weights of an answer are: not the choice of a batch, not what waits for one,
     not the loop.
     """

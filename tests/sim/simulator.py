@@ -76,7 +76,7 @@ def run_fleet_simulation(schedule: FleetSchedule) -> FleetReport:
     return simulation.report
 
 
-def _seed_scheduler(seed: int) -> None:
+def _seed_scheduler(seed: int):
     """Which of several tasks that wake at once runs first is drawn from the seed too, so that a seed repeats
     its run.
     """
@@ -101,10 +101,10 @@ def _find_broken(error: BaseException) -> BrokenInvariant | None:
 
 
 class _Watcher(trio.abc.Instrument):
-    def __init__(self, simulation: _Simulation) -> None:
+    def __init__(self, simulation: _Simulation):
         self._simulation = simulation
 
-    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+    def after_task_step(self, task: trio.lowlevel.Task):
         self._simulation.check_event()
 
 
@@ -112,7 +112,7 @@ class _Watcher(trio.abc.Instrument):
 
 
 class _Simulation(Checks):
-    def __init__(self, schedule: FleetSchedule) -> None:
+    def __init__(self, schedule: FleetSchedule):
         super().__init__(schedule)
         self.members = [server.name for server in schedule.servers if not server.joins_at_s]
         self.chat_generate = make_chat_generate(FakeTokenizer())
@@ -121,7 +121,7 @@ class _Simulation(Checks):
         self.last_seen = ""
         self.checkpoint = Checkpoint(0, "", frozenset(), frozenset(), ("w0",))
 
-    async def run(self) -> None:
+    async def run(self):
         schedule = self.schedule
         async with AsyncExitStack() as stack:
             for server in schedule.servers:
@@ -148,7 +148,7 @@ class _Simulation(Checks):
             if self.broken is None:
                 self.check_report()
 
-    async def come_and_go(self, server: SimulatedServer) -> None:
+    async def come_and_go(self, server: SimulatedServer):
         """Lets a server join and leave whatever fleet there is at the time."""
         if server.joins_at_s:
             await trio.sleep_until(server.joins_at_s)
@@ -280,7 +280,7 @@ class _Simulation(Checks):
         self.check_books(trainer)
         return "completed" if start + len(history) == schedule.config.steps else "stopped"
 
-    async def visit(self, trainer: Trainer, number: int) -> None:
+    async def visit(self, trainer: Trainer, number: int):
         """Asks the fleet all the time, also while it is updated, as an evaluation does, and looks at every
         answer.
         """
@@ -347,7 +347,7 @@ class _Simulation(Checks):
 
         return encode
 
-    async def save(self, step: int, encode: EncodeState) -> None:
+    async def save(self, step: int, encode: EncodeState):
         await trio.lowlevel.checkpoint()
         self.checkpoint = encode()["checkpoint"]
         assert self.checkpoint.step == step, (self.checkpoint.step, step)
@@ -388,12 +388,12 @@ class _Simulation(Checks):
         await trio.lowlevel.checkpoint()
         return fake_uniform(self.schedule.seed, "filter", group.group_index) >= self.schedule.drop_rate
 
-    def warn(self, text: str) -> None:
+    def warn(self, text: str):
         self.report.warnings += 1
 
     # --- the end --------------------------------------------------------------------------------------------
 
-    async def settle(self, trainer: Trainer) -> None:
+    async def settle(self, trainer: Trainer):
         """Waits until all who can serve do, and looks for what was left behind."""
         for _ in range(MOST_SETTLES):
             await trio.sleep(SETTLE_S)
@@ -418,7 +418,7 @@ class _Simulation(Checks):
             and (self.processes[name].up or (self.servers[name].can_restart and not member.gave_up))
         ]
 
-    def check_idle(self, trainer: Trainer) -> None:
+    def check_idle(self, trainer: Trainer):
         fleet = trainer.fleet
         left = {
             "requests": len(fleet._calls),
@@ -441,7 +441,7 @@ class _Simulation(Checks):
         if paused:
             raise BrokenInvariant("paused", f"{', '.join(paused)} at the end")
 
-    def check_report(self) -> None:
+    def check_report(self):
         report = self.report
         report.requests = sum(process.requests for process in self.processes.values())
         for process in self.processes.values():

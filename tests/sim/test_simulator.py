@@ -21,12 +21,12 @@ FAULTS = {kind.__name__ for kind in get_args(AnyFault)}
 
 
 @pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture):
+def quiet(caplog):
     """Failures are the subject here; their warnings would only be kept for a report that nobody reads."""
     caplog.set_level(logging.CRITICAL, logger="rollouts")
 
 
-def run_seeds(first_seed: int, count: int) -> None:
+def run_seeds(first_seed: int, count: int):
     """Runs the schedules of these seeds, each of which has all that a run must have, and looks at what they
     were together.
     """
@@ -67,7 +67,7 @@ def test_training_survives_many_schedules(first_seed: int):
     run_seeds(first_seed, BLOCK)
 
 
-def test_the_run_of_a_given_seed_is_sound(sim_seed: int):
+def test_the_run_of_a_given_seed_is_sound(sim_seed):
     print(run_fleet_simulation(draw_fleet_schedule(sim_seed)))
 
 
@@ -87,7 +87,7 @@ def find_broken(seeds: range) -> tuple[int, BrokenInvariant]:
 
 
 @pytest.mark.parametrize("plant", PLANTED_BUGS)
-def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
+def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch):
     plant(monkeypatch)
     seed, broken = find_broken(range(MOST_SEEDS_FOR_A_BUG))
     assert broken.invariant in PLANTED_BUGS[plant], broken

@@ -16,8 +16,10 @@ SAMPLE = Sample(id="g00000000-s000", prompt="Say €.", group_index=0, metadata=
 
 
 def read_calls(text: str):
-    """Calls of a function of one letter stand in JSON; the rest is content."""
+    """A call is `name{arguments}`, several stand side by side; the rest is content."""
     text, called = text.removesuffix("<|end|>"), r"([a-z_]+)(\{.*?\})"
+    if text.count("{") != text.count("}"):
+        raise ValueError("a bracket is open")
     calls = [{"function": {"name": name, "arguments": json.loads(x)}} for name, x in re.findall(called, text)]
     return {"content": re.sub(called, "", text), "tool_calls": calls}
 

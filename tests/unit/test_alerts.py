@@ -73,7 +73,7 @@ async def test_a_run_tells_its_log_a_command_and_a_webhook_whose_address_is_a_se
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever).start()
     monkeypatch.setenv("HOOK", f"http://127.0.0.1:{server.server_port}/planted")
-    root, out, said = tmp_path / "run", tmp_path / "out", list[str]()
+    root, out, said = tmp_path / "run", tmp_path / "out", []
     command = json.dumps([sys.executable, "-c", WRITE, str(out)])
     settings = f'metric = "a/b"\nrule = "above(limit=1)"\nrun = {command}\nwebhook = "HOOK"'
     look(root, settings)

@@ -155,7 +155,7 @@ async def test_every_engine_gets_every_weight_and_the_version_with_the_last():
 
 @pytest.mark.parametrize("fault", [EngineUnreachable("b is gone"), RuntimeError("connection closed"), "hang"])
 @cases("step: begin send end")
-async def test_an_engine_that_fails_or_hangs_is_reported_and_the_others_go_on(step, fault: Any):
+async def test_an_engine_that_fails_or_hangs_is_reported_and_the_others_go_on(step, fault):
     fleet, hangs = Fleet(a={}, b={step: fault}, c={}), fault == "hang"
     async with open_backend(WEIGHTS) as backend:
         transport = fleet.transport(progress_s=2.0 if hangs else 60.0)

@@ -22,11 +22,13 @@ from tests.support.text_tables import cases
 
 
 class SlowBackend:
-    """A backend whose copies wait for `go` to be written, and can be made to fail. Notes what is asked."""
+    """A backend whose copies are written at once, or when they `may_go`, and can be made to fail. Notes what
+    is asked.
+    """
 
-    def __init__(self, *, room: bool = True):
+    def __init__(self, may_go: trio.Event | None = None, *, room: bool = True):
         self.room = room  # for a copy
-        self.go = trio.Event()
+        self.may_go = may_go
         self.value = 0
         self.failures = 0  # writes that are still to fail
         self.calls: list[str] = []
@@ -61,7 +63,8 @@ class Held:
         self.backend, self.value = backend, value
 
     async def __call__(self, path: Path):
-        await self.backend.go.wait()
+        if self.backend.may_go is not None:
+            await self.backend.may_go.wait()
         self.backend.calls.append("write")
         self.backend._write(path, self.value)
 
@@ -93,18 +96,23 @@ def open_writer(
     )  # pyright: ignore[reportCallIssue]
 
 
+def saved_steps(tmp_path: Path) -> list[int]:
+    return [step for step, _ in list_checkpoints(RunDir(tmp_path).stage_checkpoints("rl"))]
+
+
 def read_value(tmp_path: Path, step: int | str) -> str:
     return (RunDir(tmp_path).stage_checkpoints("rl") / f"step_{step}" / "model").read_text()
 
 
 async def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_own_step(tmp_path):
-    backend, state, path = SlowBackend(), {"cursor": [1]}, RunDir(tmp_path).checkpoint("rl", 1)
+    backend, state = SlowBackend(may_go := trio.Event()), {"cursor": [1]}
+    path = RunDir(tmp_path).checkpoint("rl", 1)
     async with open_writer(backend, tmp_path, []) as writer:
         backend.value = 1
         await writer.save(1, state)
         assert not path.exists(), "it returned before anything was in place"
         backend.value, state["cursor"] = 2, [2]  # the next step
-        backend.go.set()
+        may_go.set()
         await writer.wait_written()
     assert read_value(tmp_path, 1) == "1"
     assert load_trainer_state(path) == {"cursor": [1]}
@@ -115,7 +123,6 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_o
 @cases("room: yes no")
 async def test_what_is_written_besides_belongs_to_the_checkpoint_and_can_fail_it(tmp_path, room: bool):
     backend, warnings, refuse = SlowBackend(room=room), [], False
-    backend.go.set()
 
     async def write_more(path):
         if refuse:
@@ -130,17 +137,17 @@ async def test_what_is_written_besides_belongs_to_the_checkpoint_and_can_fail_it
     path = RunDir(tmp_path).checkpoint("rl", 1)
     assert (path / "more").read_text() == "0!"
     assert "more" in [record.path for record in read_manifest(path).files]
-    assert [step for step, _ in list_checkpoints(path.parent)] == [1]
+    assert saved_steps(tmp_path) == [1]
     assert "step_2 cannot be written (No space left on device)" in warnings[0]
 
 
 async def test_a_save_at_work_is_finished_when_the_run_is_cancelled_or_fails(tmp_path):
-    backend = SlowBackend()
+    backend = SlowBackend(may_go := trio.Event())
     with trio.CancelScope() as scope:
         async with open_writer(backend, tmp_path, []) as writer:
             await writer.save(1, {})
             scope.cancel()
-            backend.go.set()
+            may_go.set()
             await trio.sleep_forever()
     assert read_value(tmp_path, 1) == "0"
     with pytest.RaisesGroup(KeyError):
@@ -153,8 +160,6 @@ async def test_a_save_at_work_is_finished_when_the_run_is_cancelled_or_fails(tmp
 @cases("room: yes no")
 async def test_a_critic_is_saved_beside_the_policy_and_a_copy_of_one_alone_is_freed(tmp_path, room: bool):
     policy, critic = SlowBackend(), SlowBackend(room=room)
-    policy.go.set()
-    critic.go.set()
     critic.value = 7
     async with open_writer(policy, tmp_path, [], critic=critic) as writer:
         await writer.save(1, {})
@@ -174,13 +179,12 @@ async def test_without_room_for_a_copy_training_waits_and_a_save_that_fails_leav
         await writer.save(2, {})
         assert read_value(tmp_path, 2) == "0"
     assert backend.calls[3:] == ["capture", "save"]
-    assert [step for step, _ in list_checkpoints(RunDir(tmp_path).stage_checkpoints("rl"))] == [2]
+    assert saved_steps(tmp_path) == [2]
 
 
 @cases("failures: 1 2")
 async def test_the_last_save_is_tried_twice(tmp_path, failures: int):
     backend, warnings = SlowBackend(), []
-    backend.go.set()
     backend.failures = failures
 
     async def run():
@@ -199,14 +203,12 @@ async def test_the_last_save_is_tried_twice(tmp_path, failures: int):
 
 
 async def test_what_retention_keeps_is_applied_after_each_save(tmp_path):
-    backend = SlowBackend()
-    backend.go.set()
     row = {"stage": "rl", "attempt": 1, "step": 1, "name": "heldout", "score": 0.5}
     RunDir(tmp_path).evaluations.write_text(json.dumps(row) + "\n")
-    async with open_writer(backend, tmp_path, [], keep=Keep(1, "score")) as writer:
+    async with open_writer(SlowBackend(), tmp_path, [], keep=Keep(1, "score")) as writer:
         for step in (1, 2, 3):
             await writer.save(step, {})
-    assert [step for step, _ in list_checkpoints(RunDir(tmp_path).stage_checkpoints("rl"))] == [1, 3]
+    assert saved_steps(tmp_path) == [1, 3]
 
 
 async def test_too_little_room_for_two_checkpoints_is_a_warning_at_the_start(tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ LORA = {
 }
 
 
-def open_lora(dialect: Any, **options: Any) -> Any:
+def open_lora(dialect, **options) -> Any:
     return open_both(dialect, settings=LORA[dialect], context_length=4096, **options)
 
 
@@ -42,7 +42,7 @@ def write_adapter(path: Path, value: float = 1.0, *, rank: int = 8) -> Path:
     return path
 
 
-async def assert_serves(engine: ServerEngine, path: Path, version: int) -> None:
+async def assert_serves(engine: ServerEngine, path: Path, version: int):
     request = make_request()
     answer = await engine.generate(request)
     assert answer.weight_versions.tolist() == [version] * 4
@@ -138,7 +138,7 @@ async def test_what_a_trainer_before_left_in_a_server_is_unloaded(tmp_path, auto
 def make_plan(path: Path, version: int, proven: ProvenVersions) -> UpdatePlan:
     probe, weights = make_probe(300, tolerance=1e-3), read_snapshot(path)
 
-    async def load(engine: Any) -> object:
+    async def load(engine) -> object:
         return await engine.update_weights_from_checkpoint(path, version)
 
     expected = compute_log_probs(weights, probe.tokens)
@@ -188,9 +188,7 @@ sglang | --device cuda | --enable-lora --max-lora-rank 9 --lora-target-modules q
 sglang | --device cpu --lora-backend triton | --enable-lora --max-lora-rank 9 --lora-target-modules q v
 sglang | --device cpu --max-lora-rank 32 | --enable-lora --lora-backend torch_native --lora-target-modules q v
 """)
-def test_a_started_server_gets_what_adapters_need_unless_the_user_says_it(
-    kind: DialectName, args: str, words: str
-):
+def test_a_started_server_gets_what_adapters_need_unless_the_user_says_it(kind: DialectName, args, words):
     plain = EngineCommand(kind, Path("/v/python"), Path("/m"), tuple(args.split()))
     with_lora = plain._replace(lora=(9, ["q", "v"]))
     before, after = (make_arguments(one, port=1, key_file=Path("k")) for one in (plain, with_lora))

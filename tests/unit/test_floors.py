@@ -30,7 +30,7 @@ FLOORS = {room: floor for floor, rooms in enumerate(ROOMS.splitlines()) for room
 LOADS_TORCH = """losses ranks device_thread models checkpoints engines.local reference rewards.reward_model
     rewards.curiosity weight_sync backends evaluation.policy_metrics testing.torch_contracts replay serve"""
 NEVER_TRIO = """types errors run_dir crash_points config advantages kl_control schedules filters
-    pair_selection losses data models"""
+    pair_selection losses data models generation.rollouts"""
 TORCH = "torch transformers accelerate safetensors.torch torchao"  # importing one of these loads torch
 BANNED = "asyncio pickle cloudpickle dill marshal"
 

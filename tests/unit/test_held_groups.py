@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +74,7 @@ async def test_held_groups_are_given_up_when_staleness_is_no_longer_allowed():
 
 
 async def test_trained_groups_train_again_while_they_are_fresh_enough():
-    run, mu = make_run(max_staleness=2, replay=3), dict[str, Any]()
+    run, mu = make_run(max_staleness=2, replay=3), {}
     for version in range(5):  # two new groups each, which are drawn from for two batches
         batch = await run.manager.generate_batch()
         again = [one for one in batch.samples if "replayed" in one.metadata]

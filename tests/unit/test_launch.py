@@ -61,7 +61,7 @@ MASTER_ADDR = " "                | MASTER_ADDR is not set, but WORLD_SIZE=8
 TORCHELASTIC_RESTART_COUNT = "x" | TORCHELASTIC_RESTART_COUNT='x' must be a number
 """.replace("LONG", "9" * 5000)
 )
-def test_a_variable_that_is_wrong_is_named(changes: dict, message: str):
+def test_a_variable_that_is_wrong_is_named(changes: dict, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         read_launch({**TORCHRUN, **changes})
 
@@ -78,7 +78,7 @@ sys.exit(75 if launch.restart == 0 and launch.rank == 1 else 0)
 
 
 @pytest.mark.slow
-def test_torchrun_starts_every_rank_with_the_arguments_and_starts_again_after_a_failure(tmp_path: Path):
+def test_torchrun_starts_every_rank_with_the_arguments_and_starts_again_after_a_failure(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     command = torchrun_command(2, ["-m", "job", "--section.key", "a b"], max_restarts=1)
     assert command[0] == sys.executable

@@ -10,7 +10,7 @@ LAUNCH = Path(__file__).resolve().parents[2] / "integration_training" / "launch"
 
 
 @cases("name: one_node.sh two_nodes.sh slurm.sbatch")
-def test_bash_can_read_it(name: str):
+def test_bash_can_read_it(name):
     done = subprocess.run(["bash", "-n", str(LAUNCH / name)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert name.endswith(".sbatch") or os.access(LAUNCH / name, os.X_OK)

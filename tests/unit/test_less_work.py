@@ -65,7 +65,7 @@ def make_batch() -> RolloutBatch:
     )
 
 
-def choose_plan(model: Any, on: Collection[str]) -> ForwardPlan:
+def choose_plan(model, on: Collection[str]) -> ForwardPlan:
     """The model's own, or without what is not switched on: then rows are computed alone, or their logits at
     every position.
     """
@@ -75,7 +75,7 @@ def choose_plan(model: Any, on: Collection[str]) -> ForwardPlan:
     return plan if "fused_head" in on else plan._replace(head="whole")
 
 
-async def check_gradients(kind: str, loss: str, *on: str) -> None:
+async def check_gradients(kind: str, loss: str, *on: str):
     """With these switches they are those of each row by itself."""
     model, plain, batch, spec = load(kind), load(kind), make_batch(), SPECS[loss]
     compute_plain_loss(plain, batch, spec)
@@ -93,11 +93,11 @@ async def check_gradients(kind: str, loss: str, *on: str) -> None:
 
 @pytest.mark.parametrize("loss", SPECS)
 @cases("kind: llama qwen3 windowed")
-async def test_all_switches_together_give_the_plain_gradient(kind: str, loss: str):
+async def test_all_switches_together_give_the_plain_gradient(kind, loss):
     await check_gradients(kind, loss, *SWITCHES)
 
 
 @pytest.mark.parametrize("switch", [*SWITCHES, None])
 @cases("kind: llama qwen3 windowed")
-async def test_each_switch_alone_gives_the_plain_gradient(kind: str, switch: str | None):
+async def test_each_switch_alone_gives_the_plain_gradient(kind, switch: str | None):
     await check_gradients(kind, "clip", *([switch] if switch else []))

@@ -40,7 +40,7 @@ no          | 1e9     | 32
 yes         | 0       | 1
 """)
 def test_a_job_is_shorter_while_others_wait_and_makes_a_step_in_any_case(
-    others_wait: bool, seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
+    others_wait: bool, seconds: float, steps: int, monkeypatch
 ):
     monkeypatch.setattr("rollouts.models.decoding.batch.ALONE", (32, seconds))
     monkeypatch.setattr("rollouts.models.decoding.batch.SHARED", (4, seconds))
@@ -66,7 +66,7 @@ async def test_on_a_cpu_an_idle_engine_holds_no_keys_and_values():
 async def test_work_of_others_runs_between_the_steps_of_a_long_generation():
     """Each of them waits for a few steps at most, and the generation goes on between them."""
     async with open_engine(max_rows=2) as engine, trio.open_nursery() as nursery:
-        thread, steps = engine._device_thread, list[float]()
+        thread, steps = engine._device_thread, []
         nursery.start_soon(engine.generate, make_request("long", max_new_tokens=100))
         while engine.statistics()["decode_steps"] == 0:
             await thread.submit(lambda: None)
@@ -79,7 +79,7 @@ async def test_work_of_others_runs_between_the_steps_of_a_long_generation():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_updates_take_turns_in_two_memories(dtype: torch.dtype):
     model = torch.nn.Linear(2, 3)
-    staged, seen = StagedWeights(model), list[int]()
+    staged, seen = StagedWeights(model), []
     for number in (9.0, 1.0, 9.0, 2.0, 9.0, 3.0):
         staged.begin()
         staged.add(

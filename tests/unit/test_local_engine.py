@@ -36,7 +36,7 @@ SHAPE = {
 }
 
 
-def make_model(kind: str = "Llama", *, seed: int = 0, **changes: Any) -> Any:
+def make_model(kind: str = "Llama", *, seed: int = 0, **changes) -> Any:
     """A random model of that family; the same every time."""
     model_class = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
     with torch.random.fork_rng():
@@ -45,9 +45,7 @@ def make_model(kind: str = "Llama", *, seed: int = 0, **changes: Any) -> Any:
 
 
 @asynccontextmanager
-async def open_engine(
-    model: Any = None, *, mode: Any = "shared", **options: Any
-) -> AsyncIterator[LocalEngine]:
+async def open_engine(model: Any = None, *, mode: Any = "shared", **options) -> AsyncIterator[LocalEngine]:
     options = {"trainer_version": lambda: 0, "max_rows": 8, **options}
     async with (
         open_device_thread(name="test", torch_threads=1) as thread,
@@ -64,9 +62,7 @@ async def generate_all(engine: LocalEngine, requests: list[GenerateRequest]) -> 
     return answers
 
 
-async def check_exact(
-    engine: LocalEngine, model: Any, requests: list[GenerateRequest], atol: float = 1e-4
-) -> None:
+async def check_exact(engine: LocalEngine, model, requests: list[GenerateRequest], atol: float = 1e-4):
     """Every answer is whole, with the model's own log-probs."""
     answers = await generate_all(engine, requests)
     for request in requests:
@@ -87,18 +83,18 @@ def make_requests(count: int) -> list[GenerateRequest]:
     ]
 
 
-def after_steps(engine: LocalEngine, steps: int, action: Callable[[], Awaitable[object]]) -> None:
+def after_steps(engine: LocalEngine, steps: int, action: Callable[[], Awaitable[object]]):
     """Once `steps` more decode steps are done, the device waits until `action` has run and every task is
     blocked.
     """
     token = trio.lowlevel.current_trio_token()
     batch, plain, count = engine._batch, engine._batch.step, 0
 
-    async def act() -> None:
+    async def act():
         await action()
         await trio.testing.wait_all_tasks_blocked()
 
-    def step(version: int) -> None:
+    def step(version: int):
         nonlocal count
         plain(version)
         count += 1
@@ -121,7 +117,7 @@ Qwen3   | head_dim = 8
 Mistral | sliding_window = 4096
 Llama   | rope_parameters = { rope_type = "linear", factor = 2.0, rope_theta = 1000.0 }
 """)
-async def test_log_probs_are_the_models_own_through_joins_and_compaction(kind: str, changes: dict):
+async def test_log_probs_are_the_models_own_through_joins_and_compaction(kind, changes: dict):
     model = make_model(kind, **changes)
     async with open_engine(model, max_rows=7) as engine:
         await check_exact(engine, model, make_requests(36))
@@ -169,7 +165,7 @@ async def test_a_late_request_copies_the_prompt_of_an_active_row():
     late = make_request("late", prompt=(7, 8, 9, 10), max_new_tokens=9)
     async with open_engine(model) as engine, trio.open_nursery() as nursery:
 
-        async def ask_late() -> None:
+        async def ask_late():
             nursery.start_soon(check_exact, engine, model, [late])
 
         after_steps(engine, 10, ask_late)
@@ -182,7 +178,7 @@ async def test_the_trainers_model_is_left_as_it_was():
     model = make_model().train()
     model.model.layers[1].eval()
 
-    def look() -> Any:
+    def look():
         weights = model.state_dict(keep_vars=True).items()
         versions = [(name, value._version, value.grad, value.sum().item()) for name, value in weights]
         return versions, [module.training for module in model.modules()], model.config.to_dict()
@@ -199,17 +195,17 @@ async def test_the_trainers_model_is_left_as_it_was():
 
 
 async def test_deterministic_lists_are_sorted_and_not_joined_by_latecomers():
-    admitted: list[str] = []
+    admitted = []
     async with open_engine(deterministic=True, max_rows=2) as engine, trio.open_nursery() as nursery:
         plain = engine._batch.admit
 
-        def admit(rows: Any, version: int) -> None:
+        def admit(rows, version):
             admitted.append(" ".join(row.request.request_id for row in rows))
             plain(rows, version)
 
         engine._batch.admit = admit  # pyright: ignore[reportAttributeAccessIssue]
 
-        async def ask_late() -> None:
+        async def ask_late():
             nursery.start_soon(engine.generate, make_request("a-late", max_new_tokens=2))
 
         after_steps(engine, 1, ask_late)
@@ -226,7 +222,7 @@ async def test_a_cancelled_caller_frees_its_row_before_the_next_step():
     async with open_engine() as engine:
         with trio.CancelScope() as scope:
 
-            async def cancel() -> None:
+            async def cancel():
                 scope.cancel()
 
             after_steps(engine, 3, cancel)
@@ -255,7 +251,7 @@ async def test_engines_keep_the_contract(check: Callable[[Any], Awaitable[None]]
 @cases("mode: shared copied")
 @pytest.mark.parametrize("check", engine_contracts.MODEL_CHECKS)
 async def test_embedded_engines_keep_the_contract_of_engines_with_a_model(
-    check: Callable[[Any], Awaitable[None]], mode: str
+    check: Callable[[Any], Awaitable[None]], mode
 ):
     await check(lambda: open_engine(make_model(max_position_embeddings=2048), mode=mode))
 

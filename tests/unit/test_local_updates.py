@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from tests.unit.test_local_engine import (
 # --- weights ------------------------------------------------------------------------------------------------
 
 
-async def send(engine: LocalEngine, weights: Mapping[str, torch.Tensor], version: int) -> None:
+async def send(engine: LocalEngine, weights: Mapping[str, torch.Tensor], version: int):
     await engine.begin_update()
     items = list(weights.items())
     for start in range(0, len(items), 4):
@@ -68,7 +67,7 @@ model.extra       | 2 | 'model.extra' of shape \[2\], which the engine's model d
 model.norm.weight | 3 | 'model.norm.weight' of shape \[3\], which the engine's model has of shape \[32\]
 model.norm.weight | 0 | lacks 1 of .* \['model.norm.weight'\]; nothing was changed
 """)
-async def test_an_update_that_does_not_fit_changes_nothing(name: str, size: int, message: str):
+async def test_an_update_that_does_not_fit_changes_nothing(name, size: int, message):
     model = make_model()
     weights = {**make_model(seed=1).state_dict(), name: torch.zeros(size)}
     if not size:
@@ -83,7 +82,7 @@ async def test_an_update_that_does_not_fit_changes_nothing(name: str, size: int,
         assert await engine.weight_version() == 0
 
 
-async def test_bad_snapshots_change_nothing(tmp_path: Path):
+async def test_bad_snapshots_change_nothing(tmp_path):
     make_model(seed=1).save_pretrained(tmp_path / "good")
     (tmp_path / "bad").mkdir()
     paths = (tmp_path / "good", tmp_path / "bad")
@@ -96,11 +95,11 @@ async def test_an_update_in_flight_is_seen_token_by_token_and_prompts_of_old_wei
     early = make_request("early", prompt=(5, 6, 7), max_new_tokens=40)
     async with open_engine(mode="copied") as engine, trio.open_nursery() as nursery:
 
-        async def update() -> None:
+        async def update():
             await send(engine, other.state_dict(), 1)  # pauses by itself
             await check_exact(engine, other, [late])
 
-        async def start() -> None:
+        async def start():
             nursery.start_soon(update)
 
         after_steps(engine, 6, start)
@@ -111,14 +110,14 @@ async def test_an_update_in_flight_is_seen_token_by_token_and_prompts_of_old_wei
 
 
 async def test_a_device_failure_reaches_every_caller_and_the_engine_goes_on():
-    failures: list[EngineError] = []
+    failures = []
     async with open_engine(max_rows=2) as engine:
         plain = engine._batch.step
 
-        def fail(version: int) -> None:
+        def fail(version):
             raise RuntimeError("out of memory")
 
-        async def ask(name: str) -> None:
+        async def ask(name):
             with pytest.raises(EngineError, match=f"{name}.*out of memory") as caught:
                 await engine.generate(make_request(name))
             failures.append(caught.value)
@@ -151,7 +150,7 @@ temperature = nan      | temperature=nan
 top_p = 1.1            | top_p=1.1
 top_k = -1             | top_k=-1
 """)
-async def test_a_bad_request_is_refused_by_field_value_and_rule(changes: dict, message: str):
+async def test_a_bad_request_is_refused_by_field_value_and_rule(changes: dict, message):
     async with open_engine() as engine:
         with pytest.raises(RequestRefused, match=message):
             await engine.generate(make_request(**changes))
@@ -163,16 +162,16 @@ options                   | message
 {"max_rows": 0}           | max_rows=0
 {"max_context": 161}      | max_context=161
 """)
-async def test_settings_that_do_not_fit_are_refused(options: Any, message: str):
+async def test_settings_that_do_not_fit_are_refused(options: Any, message):
     with pytest.raises(EngineError, match=message):
         async with open_engine(**options):
             pass
 
 
-def odd_forward(model: Any) -> None:
+def odd_forward(model):
     plain = model.model.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args, **kwargs) -> Any:
         output = plain(*args, **kwargs)
         output.last_hidden_state = output.last_hidden_state * 2
         return output
@@ -180,15 +179,15 @@ def odd_forward(model: Any) -> None:
     model.model.forward = forward
 
 
-def broken(model: Any) -> None:
+def broken(model):
     model.model.layers[1].self_attn.v_proj = torch.nn.Linear(32, 7)
 
 
-def sees_the_future(model: Any) -> None:
+def sees_the_future(model):
     for layer in model.model.layers:
         plain = layer.self_attn.forward
 
-        def forward(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
+        def forward(*args, plain=plain, **kwargs) -> Any:
             return plain(*args, **{**kwargs, "attention_mask": torch.zeros(1, 1, 1, 1)})
 
         layer.self_attn.forward = forward
@@ -202,7 +201,7 @@ Llama   | final_logit_softcapping = 30.0    | config has .'final_logit_softcappi
 Olmo2   |                                   | parts
 Llama   |                                   | differ from the model's own by
 """)
-async def test_a_model_that_is_not_llama_like_runs_by_its_own_forward(kind: str, changes: dict, reason: str):
+async def test_a_model_that_is_not_llama_like_runs_by_its_own_forward(kind, changes: dict, reason):
     model = make_model(kind, **changes)
     if reason.startswith("differ"):
         odd_forward(model)
@@ -228,7 +227,7 @@ DIFFERS = (
 
 
 @pytest.mark.parametrize(("alter", "message"), [(broken, FAILS), (sees_the_future, DIFFERS)])
-async def test_a_model_that_no_way_runs_exactly_is_refused_with_all_the_reasons(alter: Any, message: str):
+async def test_a_model_that_no_way_runs_exactly_is_refused_with_all_the_reasons(alter, message):
     model = make_model()
     alter(model)
     with pytest.raises(ModelError, match=message):

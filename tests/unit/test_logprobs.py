@@ -40,7 +40,7 @@ def test_log_probs_entropy_and_gradients_equal_those_of_all_logits(
     rows: int,
     chunk: int,
     scale: int,
-    precision: str,
+    precision,
     tolerance: float,
     temperature: float,
     entropy_gradient: bool,

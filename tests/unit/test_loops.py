@@ -32,14 +32,14 @@ DATA = DataSourceConfig(kind="jsonl", path="unused.jsonl")
 class MemoryLogger:
     """A MetricsLogger that keeps steps, and how many samples of which step it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.steps: list[tuple[str, int, int, Mapping[str, float]]] = []
         self.samples: list[tuple[int, int]] = []
 
-    async def log_step(self, stage: str, step: int, policy_version: int, metrics: Any, **rows: Any) -> None:
+    async def log_step(self, stage: str, step: int, policy_version: int, metrics, **rows):
         self.steps.append((stage, step, policy_version, metrics))
 
-    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Any]) -> None:
+    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Any]):
         self.samples.append((step, len(samples)))
 
 
@@ -53,7 +53,7 @@ class Diary:
     live: Sequence[Any] = ()  # objects with state_dict()
     entries: list[tuple[str, int]] = dataclasses.field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.said: list[str] = []
         self.states: dict[int, Any] = {}
         self.stop = Stop(say=self.said.append)
@@ -64,11 +64,11 @@ class Diary:
         states = [one.state_dict() for one in self.live]
         return lambda: {"states": states}
 
-    async def evaluate(self, step: int) -> None:
+    async def evaluate(self, step: int):
         await trio.sleep(self.evaluate_s)
         self.entries.append(("evaluate", step))
 
-    async def save(self, step: int, encode: EncodeState) -> None:
+    async def save(self, step: int, encode: EncodeState):
         self.entries.append(("save", step))
         self.states[step] = encode()["states"]
         await trio.sleep(0.1)
@@ -76,7 +76,7 @@ class Diary:
     async def is_saved(self, step: int) -> bool:
         return step not in self.refused
 
-    async def request_at(self, when: float) -> None:
+    async def request_at(self, when: float):
         await trio.sleep_until(when)
         self.stop.request()
 
@@ -143,9 +143,9 @@ class RLRun:
         engine = ScriptedEngine(*([self.script] if self.script else []))
         buffer = DataBuffer([{"prompt": str(n)} for n in range(60)], seed=0)
         config = rl_config(**self.changes)
-        history, failures = [], list[RolloutsError]()
+        history, failures = [], []
 
-        async def update(backend: Any, engines: Sequence[Any], version: int, **options: Any) -> Any:
+        async def update(backend, engines: Sequence[Any], version: int, **options) -> Any:
             assert backend.weight_version == version, "the trainer has the weights that are sent"
             metrics = await self.sync(version) if self.sync else {}
             engines[0].set_version(version)
@@ -173,7 +173,7 @@ class RLRun:
             raise failure
         return history
 
-    def check_saved(self, *steps: int) -> None:
+    def check_saved(self, *steps: int):
         """Every prompt drawn when a step was saved was trained by then, or is in that state."""
         assert self.diary.entries == [("save", step) for step in steps]
         for step in steps:
@@ -186,7 +186,7 @@ class RLRun:
 async def test_rl_trains_syncs_and_logs_once_per_step(autojump_clock):
     synced = []
 
-    async def sync(version: int) -> dict[str, float]:
+    async def sync(version):
         synced.append(version)
         return {"weight_sync/made_up": 1.0}
 
@@ -203,7 +203,7 @@ async def test_rl_trains_syncs_and_logs_once_per_step(autojump_clock):
 
 
 async def test_truncated_samples_count_in_the_mean_of_their_group_and_train_nothing(autojump_clock):
-    def cut_one(request: GenerateRequest) -> ScriptedReply:
+    def cut_one(request):
         return ScriptedReply(finish="length" if request.request_id.endswith("s001") else "stop")
 
     run = RLRun({"mask_truncated": True, "advantage": "centred", "steps": 1}, script=cut_one)
@@ -225,7 +225,7 @@ async def test_a_run_whose_rewards_keep_failing_stops_with_its_complete_steps_sa
 ):
     asked = iter(range(10**6))
 
-    async def reward(sample: Sample) -> float:
+    async def reward(sample):
         if next(asked) >= 8:  # from the third step on
             raise RuntimeError("the grader is gone")
         return await first_is_right(sample)
@@ -242,7 +242,7 @@ async def test_a_run_whose_rewards_keep_failing_stops_with_its_complete_steps_sa
 async def test_a_step_whose_weights_reach_no_engine_is_logged_and_saved_before_the_run_stops(
     autojump_clock, error, staleness: int
 ):
-    async def sync(version: int) -> dict[str, float]:
+    async def sync(version):
         if version == 2:
             raise error
         return {}
@@ -305,13 +305,13 @@ checkpoint counts
 async def test_a_cut_step_of_rl_is_given_back_and_the_step_before_is_saved_as_it_was(
     autojump_clock,
     changes: dict,
-    script: str,
-    sync: str,
+    script,
+    sync,
     step_s: float,
     stop_s: float,
     steps: int,
     saved: Any,
-    said: str,
+    said,
 ):
     functions = {"script": globals().get(script), "sync": globals().get(sync)}
     run = RLRun({"steps": 9, **changes}, **functions, step_s=step_s, stop_at_s=stop_s)
@@ -321,7 +321,7 @@ async def test_a_cut_step_of_rl_is_given_back_and_the_step_before_is_saved_as_it
 
 
 async def test_what_hangs_is_ended_before_the_deadline_and_other_ranks_are_told(autojump_clock):
-    stop, events = Stop(), list[tuple[str, float]]()
+    stop, events = Stop(), []
 
     async def tell():
         events.append(("told", trio.current_time()))
@@ -341,7 +341,7 @@ class Updates:
 
     overlaps = True
 
-    def __init__(self, **failures: Exception) -> None:
+    def __init__(self, **failures: Exception):
         self.failures, self.events = failures, list[tuple[str, int]]()
 
     async def __call__(self, version: int, *, released: trio.Event) -> Mapping[str, float]:
@@ -354,7 +354,7 @@ class Updates:
         await trio.sleep(9)
         return {f"updated/{version}": 1.0}
 
-    def engines_updated(self, version: int) -> None:
+    def engines_updated(self, version: int):
         self.events.append(("engines have", version))
 
 

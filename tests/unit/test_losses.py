@@ -41,7 +41,7 @@ def row(*values: float) -> Tensor:
     return torch.tensor([values], dtype=torch.float64)
 
 
-def make_inputs(advantage: float = 1.0, **fields: Any) -> LossInputs:
+def make_inputs(advantage: float = 1.0, **fields) -> LossInputs:
     given = {
         "log_probs": row(*LP),
         "advantages": row(*[advantage] * 3),
@@ -59,7 +59,7 @@ def make_inputs(advantage: float = 1.0, **fields: Any) -> LossInputs:
     return LossInputs(**given)
 
 
-def run(name: str, inputs: LossInputs, **params: Any) -> tuple[float, list[float]]:
+def run(name: str, inputs: LossInputs, **params) -> tuple[float, list[float]]:
     """The sum and its gradient by the first row's log-probs."""
     total = LOSSES[name](inputs, **{"unit": "tokens"} | params).sum
     (grad,) = torch.autograd.grad(total, [inputs.log_probs], materialize_grads=True)
@@ -182,7 +182,7 @@ def test_micro_batches_add_up_whatever_the_padding_and_masked_tokens_leave_no_tr
     fields = {key: torch.where(mask, value, NAN) for key, value in fields.items()}
     leaves = [fields[key].requires_grad_() for key in ("log_probs", "entropy")]
 
-    def run_rows(start: int, end: int, padding: int) -> LossOutput:
+    def run_rows(start, end, padding):
         filler = (NAN, INFINITY, -INFINITY)[padding % 3]
         rows = {
             key: torch.nn.functional.pad(value[start:end], (0, padding), value=filler if key != "mask" else 0)
@@ -190,7 +190,7 @@ def test_micro_batches_add_up_whatever_the_padding_and_masked_tokens_leave_no_tr
         }
         return LOSSES[name](LossInputs(**rows), unit=unit, **params)
 
-    def grads(total: Tensor) -> tuple[Tensor, ...]:
+    def grads(total):
         return torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
 
     together = run_rows(0, 5, 0)
@@ -223,7 +223,7 @@ def test_gradients_agree_with_finite_differences(name, terms: bool):
     entropy = fields.pop("entropy").requires_grad_()
     log_probs = fields.pop("log_probs").requires_grad_()
 
-    def value(log_probs: Tensor) -> Tensor:
+    def value(log_probs):
         return LOSSES[name](
             LossInputs(log_probs=log_probs, entropy=entropy, **fields), unit="sequences", **params
         ).sum
@@ -263,9 +263,7 @@ def test_units_divide_by_what_they_say():
 # --- names --------------------------------------------------------------------------------------------------
 
 
-def loss_with_entropy(
-    inputs: LossInputs, *, unit: str, entropy_coef: float = 0.5, **other: Any
-) -> LossOutput:
+def loss_with_entropy(inputs: LossInputs, *, unit: str, entropy_coef: float = 0.5, **other) -> LossOutput:
     """A function of the user that has an entropy bonus by default."""
     return LossOutput(inputs.log_probs.sum(), 1.0, {})
 

@@ -4,7 +4,6 @@ others.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -46,12 +45,12 @@ too_deep | x has more than
 )
 
 
-def jsonl(path: Path, **changes: Any) -> DataSourceConfig:
+def jsonl(path: Path, **changes) -> DataSourceConfig:
     return DataSourceConfig(kind="jsonl", path=str(path), **changes)
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_a_malformed_row_is_named_by_file_line_and_field(name: str):
+def test_a_malformed_row_is_named_by_file_line_and_field(name):
     path = FILES / f"{name}.jsonl"
     found = read_source(jsonl(path), name="rl.data")
     (bad,) = found.bad
@@ -61,7 +60,7 @@ def test_a_malformed_row_is_named_by_file_line_and_field(name: str):
     assert [row["prompt"] for row in found.rows if row] == ["good 1", "good 3"]
 
 
-def test_a_row_longer_than_the_limit_is_malformed_and_the_next_line_is_read(tmp_path: Path):
+def test_a_row_longer_than_the_limit_is_malformed_and_the_next_line_is_read(tmp_path):
     path = tmp_path / "rows.jsonl"
     frame = len(json.dumps({"prompt": ""}))
     fits, too_long = (json.dumps({"prompt": "x" * (MAX_ROW_BYTES - frame + extra)}) for extra in (0, 1))
@@ -75,7 +74,7 @@ def test_a_row_longer_than_the_limit_is_malformed_and_the_next_line_is_read(tmp_
 # --- how many may be malformed ------------------------------------------------------------------------------
 
 
-def test_more_than_the_share_stops_with_the_counts_and_the_first_rows(tmp_path: Path):
+def test_more_than_the_share_stops_with_the_counts_and_the_first_rows(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(10 * '{"prompt": "good"}\n' + 7 * "{\n" + 83 * '{"prompt": "good"}\n')
     with pytest.raises(DataError) as caught:

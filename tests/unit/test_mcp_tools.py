@@ -43,7 +43,7 @@ async def test_a_server_over_stdio_answers_refuses_hangs_and_dies():
 
 
 @cases("command: true no_such_program_here http://127.0.0.1:9/mcp")
-async def test_a_server_that_does_not_open_is_named(command: str):
+async def test_a_server_that_does_not_open_is_named(command):
     with pytest.raises(EnvironmentFailed, match=f"^MCP server '{command}' did not stay open: "):
         async with open_mcp_tools(command, 30):
             raise AssertionError("opened")
@@ -62,7 +62,7 @@ async def test_two_tools_of_one_name_are_refused_and_cancellation_ends_the_serve
     assert find_descendants() <= before
 
 
-async def test_a_server_over_http(nursery: trio.Nursery):
+async def test_a_server_over_http(nursery):
     config = Config()
     config.bind = ["127.0.0.1:0"]
     (address,) = await nursery.start(partial(hypercorn.trio.serve, server.streamable_http_app(), config))

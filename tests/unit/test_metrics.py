@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -47,7 +46,7 @@ from tests.unit.test_weight_sync import World
         "",
     ],
 )
-def test_a_name_out_of_form_is_refused_by_name(name: str):
+def test_a_name_out_of_form_is_refused_by_name(name):
     with pytest.raises(MetricError, match="lower_snake"):
         check_metric(name, 1.0)
 
@@ -71,7 +70,7 @@ def test_a_row_is_encoded_as_the_standard_library_reads_it():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, np.float32("nan"), np.float64("inf")])
 @pytest.mark.parametrize("text", ["null", "\ud800"])
-def test_a_number_that_is_not_finite_is_refused_naming_the_field(value: float, text: str):
+def test_a_number_that_is_not_finite_is_refused_naming_the_field(value: float, text):
     with pytest.raises(MetricError, match="field rewards = "):
         encode_row({"text": text, "none": None, "rewards": {"parts": [1.0, value]}})
 
@@ -186,7 +185,7 @@ eval/pairs/rewards/margins | eval/{name}/{area}/{stat}
 engine/vllm_0/state | engine/{name}/state
 reward/part/exact/mean | reward/part/{name}/mean
 """)
-def test_a_name_is_found_in_the_table(name: str, line: str):
+def test_a_name_is_found_in_the_table(name, line):
     found = find_metric(name)
     assert found.name == line
 
@@ -198,8 +197,8 @@ def test_statistics_that_the_loop_logs_under_an_area_are_in_the_table():
     assert [name for name in logged if find_metric(name) is None] == []
 
 
-async def test_what_servers_and_their_updates_say_is_in_the_table(autojump_clock: trio.abc.Clock):
-    async def fail(engine: FakeEngine, request: GenerateRequest) -> None:
+async def test_what_servers_and_their_updates_say_is_in_the_table(autojump_clock):
+    async def fail(engine, request):
         raise EngineUnreachable("gone")
 
     members = [Member(FakeEngine("vllm-0", script=fail)), Member(FakeEngine("vllm-1"))]

@@ -7,7 +7,6 @@ import math
 import os
 import threading
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -43,14 +42,14 @@ samples: {"stage": "rl", "step": 1, "policy_version": 0, "id": "s0", "group_inde
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
+def run_dir(tmp_path) -> RunDir:
     return RunDir(tmp_path / "run")
 
 
 open_logger = partial(open_jsonl_logger, attempt=1, samples_per_step=1)
 
 
-async def test_logged_rows_are_read_back(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch):
+async def test_logged_rows_are_read_back(run_dir, monkeypatch):
     monkeypatch.setattr("rollouts.metrics.writer.time", SimpleNamespace(time=lambda: 5.0))
     async with open_logger(run_dir, attempt=2) as logger:
         await logger.log_step("sft", 1, 0, {"loss/total": 2.0})
@@ -67,14 +66,14 @@ async def test_logged_rows_are_read_back(run_dir: RunDir, monkeypatch: pytest.Mo
     ] == [(name, head | json.loads(row)) for name, row in expected]
 
 
-async def test_a_refused_metric_writes_nothing(run_dir: RunDir):
+async def test_a_refused_metric_writes_nothing(run_dir):
     async with open_logger(run_dir) as logger:
         with pytest.raises(MetricError, match="loss/total"):
             await logger.log_step("sft", 1, 0, {"reward/mean": 1.0, "loss/total": math.nan})
         assert run_dir.metrics.read_bytes() == b""
 
 
-async def test_no_samples_are_logged_where_none_are_asked_for(run_dir: RunDir):
+async def test_no_samples_are_logged_where_none_are_asked_for(run_dir):
     async with open_logger(run_dir, samples_per_step=0) as logger:
         await logger.log_samples("sft", 1, 0, [SAMPLE])
         assert run_dir.samples.read_bytes() == b""
@@ -88,7 +87,7 @@ async def test_rows_that_a_full_disk_refuses_wait_whole_and_are_written_when_it_
 ):
     write = os.write
 
-    def write_half(file: int, data: bytes) -> int:
+    def write_half(file, data):
         write(file, data[: len(data) // 2])
         raise OSError(28, "No space left on device")
 
@@ -109,12 +108,10 @@ async def test_rows_that_a_full_disk_refuses_wait_whole_and_are_written_when_it_
 # --- off the event loop -------------------------------------------------------------------------------------
 
 
-async def test_calls_that_wait_for_a_slow_disk_keep_their_order(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-):
+async def test_calls_that_wait_for_a_slow_disk_keep_their_order(run_dir, monkeypatch):
     free, real_write = threading.Event(), os.write
 
-    def write_slowly(file: int, data: bytes) -> int:
+    def write_slowly(file, data):
         assert free.wait(10)
         return real_write(file, data)
 
@@ -129,7 +126,7 @@ async def test_calls_that_wait_for_a_slow_disk_keep_their_order(
     assert [row["step"] for row in read_rows(run_dir.metrics)] == list(range(1, 21))
 
 
-async def test_a_row_is_written_also_when_its_caller_is_cancelled(run_dir: RunDir):
+async def test_a_row_is_written_also_when_its_caller_is_cancelled(run_dir):
     async with open_logger(run_dir) as logger:
         with trio.CancelScope() as scope:
             scope.cancel()
@@ -142,7 +139,7 @@ async def test_a_row_is_written_also_when_its_caller_is_cancelled(run_dir: RunDi
 # --- spans and updates --------------------------------------------------------------------------------------
 
 
-async def test_an_update_leaves_arrays_rows_that_name_them_and_a_line(run_dir: RunDir):
+async def test_an_update_leaves_arrays_rows_that_name_them_and_a_line(run_dir):
     updates = [make_update(update=number, contributes=number < 2) for number in range(3)]
     async with open_logger(run_dir, attempt=2, token_arrays_bytes=1 << 20) as logger:
         await logger.log_step("rl", 4, 3, {}, updates=updates)
@@ -154,9 +151,7 @@ async def test_an_update_leaves_arrays_rows_that_name_them_and_a_line(run_dir: R
     assert run_dir.updates_log.read_text().count("-6.250000e-02") == 3
 
 
-async def test_arrays_that_the_disk_refuses_are_left_out_and_their_rows_are_not(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog
-):
+async def test_arrays_that_the_disk_refuses_are_left_out_and_their_rows_are_not(run_dir, monkeypatch, caplog):
     refuse = Mock(side_effect=StorageError("per-token arrays cannot be written"))
     async with open_logger(run_dir, token_arrays_bytes=1 << 20) as logger:
         with monkeypatch.context() as patch:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.config.tables import DataSourceConfig
-from rollouts.data.data_buffer import DataBuffer, PromptRow
+from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.datasets import exclude_prompts, load_sources
 from rollouts.data.mixture import Mixture, Source, select_samples
 from rollouts.errors import DataError
@@ -29,7 +29,7 @@ def make_mixture(**sizes_and_weights: tuple[int, float]) -> Mixture[Any]:
 THREE = make_mixture(a=(5, 0.5), b=(3, 0.3), c=(4, 0.2))
 
 
-def assert_within_one(turns: list[int], shares: list[Fraction]) -> None:
+def assert_within_one(turns: list[int], shares: list[Fraction]):
     counts = [0] * len(shares)
     for turn, index in enumerate(turns, start=1):
         counts[index] += 1
@@ -59,7 +59,7 @@ OPERATIONS = st.lists(
 )
 @settings(max_examples=100, deadline=None)
 def test_saving_at_any_point_leaves_the_future_unchanged(sizes, weights, past, future, shuffle):
-    def play(buffer: DataBuffer, operations: Any) -> list[PromptRow]:
+    def play(buffer, operations):
         stream = []
         for count, give_back, new_weights in operations:
             if new_weights and any(new_weights):
@@ -153,7 +153,7 @@ def write(tmp_path: Path, name: str, *rows: dict[str, Any]) -> DataSourceConfig:
     return DataSourceConfig(kind="jsonl", path=str(path), weight=2.0)
 
 
-def test_what_is_wrong_with_one_of_several_sources_is_named_by_its_number(tmp_path: Path):
+def test_what_is_wrong_with_one_of_several_sources_is_named_by_its_number(tmp_path):
     good = write(tmp_path, "good", {"prompt": "x"})
     with pytest.raises(DataError, match=r"^rl\.data\.1: 1 of 1 rows is malformed"):
         load_sources([good, write(tmp_path, "bad", {"promt": "x"})], name="rl.data")
@@ -161,7 +161,7 @@ def test_what_is_wrong_with_one_of_several_sources_is_named_by_its_number(tmp_pa
         load_sources([good, DataSourceConfig(kind="jsonl", path="none")], name="rl.data")
 
 
-def test_a_field_called_source_is_refused_only_in_a_mixture(tmp_path: Path):
+def test_a_field_called_source_is_refused_only_in_a_mixture(tmp_path):
     rows = [{"prompt": "x", "source": "web"}]
     named, other = write(tmp_path, "named", *rows), write(tmp_path, "other", {"prompt": "y"})
     assert load_sources([named], name="rl.data").sources[0].rows == tuple(rows)

@@ -31,7 +31,7 @@ def copied(tiny, tmp_path) -> Path:
     return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
-def edit_json(path: Path, **changes: object) -> None:
+def edit_json(path: Path, **changes: object):
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
@@ -82,7 +82,7 @@ def test_a_directory_without_config_or_with_a_lost_shard_is_refused(copied):
 def test_a_hub_name_is_downloaded_without_pickles_and_checked(tiny, monkeypatch):
     asked = []
 
-    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+    def download(name, *, allow_patterns, ignore_patterns):
         asked.append((name, "*.safetensors" in allow_patterns, "*.bin" in allow_patterns))
         return str(tiny)
 

@@ -1,7 +1,6 @@
 """`--mode`: which stages it names, in which order, and what is said when it cannot be so."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +30,7 @@ sft+reward_model+ppo             | sft reward_model rl
 sft+preference+reward_model+rl   | sft preference reward_model rl
 reward_model+preference          | reward_model preference
 """)
-def test_a_mode_names_its_stages_in_the_order_in_which_they_run(mode: str, stages: str):
+def test_a_mode_names_its_stages_in_the_order_in_which_they_run(mode, stages):
     assert parse_mode(mode) == tuple(stages.split())
 
 
@@ -44,7 +43,7 @@ ppo+rl         | --mode ppo+rl: a run has each stage once
 rl+sft         | sft as the first and rl (or ppo) as the last one; put them in this order
 preference+sft | sft as the first
 """)
-def test_a_mode_that_is_none_is_refused_with_a_way_out(mode: str, message: str):
+def test_a_mode_that_is_none_is_refused_with_a_way_out(mode, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_mode(mode)
 
@@ -82,7 +81,7 @@ def name_models(reward: str, critic: str) -> RunConfig:
     return make_config(rl=rl, reward_model=REWARD_MODEL)
 
 
-def test_a_reward_model_that_a_stage_before_will_train_needs_not_be_there(tmp_path: Path):
+def test_a_reward_model_that_a_stage_before_will_train_needs_not_be_there(tmp_path):
     stages = ("reward_model", "rl")
     check_reward_models(name_models("stage", "stage"), stages, RunDir(tmp_path), make_words())
 
@@ -92,7 +91,7 @@ reward | critic | setting
 stage  |        | rl.rollout.reward_model
        | stage  | rl.critic.model
 """)
-def test_a_reward_model_that_nobody_trains_is_missed(tmp_path: Path, reward: str, critic: str, setting: str):
+def test_a_reward_model_that_nobody_trains_is_missed(tmp_path, reward, critic, setting):
     wanted = (
         f'{setting}="stage", but {tmp_path} has no reward model of 3 steps; add the stage: --mode …+reward'
     )
@@ -100,7 +99,7 @@ def test_a_reward_model_that_nobody_trains_is_missed(tmp_path: Path, reward: str
         check_reward_models(name_models(reward, critic), ("rl",), RunDir(tmp_path), make_words())
 
 
-def test_a_critic_needs_no_head_and_a_reward_model_does_and_both_need_the_policys_tokens(tmp_path: Path):
+def test_a_critic_needs_no_head_and_a_reward_model_does_and_both_need_the_policys_tokens(tmp_path):
     model = resolve_model("tiny:byte")
     tokenizer = load_tokenizer(model)
     config = make_config(rl={**RL, "critic": {"model": str(model)}})

@@ -34,7 +34,7 @@ class Letters:
 
 
 def open_engine(
-    choices: str = FOUR_TOKENS, *, calls: list[Any] | None = None, hangs: bool = False, **changes: Any
+    choices: str = FOUR_TOKENS, *, calls: list[Any] | None = None, hangs: bool = False, **changes
 ) -> AbstractAsyncContextManager[OpenAIEngine]:
     """The engine of an endpoint that answers these choices, JSON, to everything; `calls` gets bodies and
     keys.
@@ -60,12 +60,12 @@ def open_engine(
 
 
 @pytest.mark.parametrize("check", engine_contracts.CHECKS)
-async def test_contract(check: Any):
+async def test_contract(check):
     await check(open_engine)
 
 
 async def test_ids_go_out_and_come_back_without_a_tokenizer_and_without_numbers_to_train_on():
-    calls: list[Any] = []
+    calls = []
     async with open_engine(calls=calls, api_key="key") as engine:
         assert not engine.features.log_probs
         completion = await engine.generate(
@@ -83,7 +83,7 @@ async def test_ids_go_out_and_come_back_without_a_tokenizer_and_without_numbers_
 
 
 async def test_text_goes_out_and_comes_back_with_a_tokenizer():
-    calls: list[Any] = []
+    calls = []
     answer = '{"text": "bad", "finish_reason": "stop"}'
     async with open_engine(answer, calls=calls, tokenizer=Letters()) as engine:
         completion = await engine.generate(make_request(prompt=(3, 1, 2, 0), stop_token_ids=(0,)))
@@ -110,7 +110,7 @@ choices | message
 {"text": "a", "finish_reason": "length", "token_ids": [1, 2, 3, 4, 5]} | 5 token_ids for max_new_tokens=4
 {"text": "", "finish_reason": "content_filter"} | content filter
 """)
-async def test_answers_that_are_none_are_typed_errors(choices: str, message: str):
+async def test_answers_that_are_none_are_typed_errors(choices, message):
     kind = RequestRefused if "filter" in message else ReplyError
     async with open_engine(choices) as engine:
         with pytest.raises(kind, match=message):
@@ -123,7 +123,7 @@ async def test_a_model_that_is_not_served_is_refused_when_opening():
             pass
 
 
-async def test_abort_and_pause_abort_answer_what_is_on_its_way(autojump_clock: trio.testing.MockClock):
+async def test_abort_and_pause_abort_answer_what_is_on_its_way(autojump_clock):
     async with open_engine(hangs=True) as engine:
         for end in (engine.abort_all, lambda: engine.pause("abort")):
             async with asked(engine, make_request()) as answers:

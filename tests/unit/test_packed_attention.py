@@ -186,7 +186,7 @@ count | option  | message
 6     | dropout | packed rows knows no dropout
 5     | scaling | not those of one packed row of 6 nodes
 """)
-def test_a_layer_that_wants_what_packed_rows_have_not_is_refused(count: int, option: str, message: str):
+def test_a_layer_that_wants_what_packed_rows_have_not_is_refused(count: int, option, message):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     register_packed_attention()
@@ -205,9 +205,7 @@ def test_a_plan_whose_attention_forgets_the_packed_row_falls_back():
     assert proved.choose_layout(100) == "packed"
     decoder: Any = model.get_decoder()
 
-    def forget(
-        *inputs: Any, forward: Any = decoder.forward, packed_row: object = None, **options: Any
-    ) -> Any:
+    def forget(*inputs, forward=decoder.forward, packed_row=None, **options):
         return forward(*inputs, **options)
 
     decoder.forward = forget

@@ -62,8 +62,8 @@ def make_rows(drawn) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Rows that begin like one of those before them, some equal to it, some a part of it, with any mask that
     spares the first token.
     """
-    tokens: list[np.ndarray] = []
-    masks: list[np.ndarray] = []
+    tokens = []
+    masks = []
     for like, more, kept, bits in drawn:
         start = tokens[like % len(tokens)][:kept] if tokens else np.zeros(0, np.int64)
         tokens.append(np.concatenate([start, more]).astype(np.int64))

@@ -18,7 +18,7 @@ from rollouts.models.log_probs import ForwardPlan
 from rollouts.models.padded import compute_token_log_probs, make_loss_inputs, pad_rows
 from rollouts.models.sampling import sample_completions
 from rollouts.models.tokenizers import make_byte_tokenizer
-from rollouts.types import Completion, GenerateRequest, RolloutBatch, SamplingParams, Status
+from rollouts.types import GenerateRequest, RolloutBatch, SamplingParams, Status
 from tests.support.plain_backend import (
     assert_gradients_close,
     score_completion,
@@ -48,7 +48,7 @@ def make_model(kind: str = "llama") -> Any:
 # --- completions of a model ---------------------------------------------------------------------------------
 
 
-def make_requests(*prompts: list[int], **sampling: Any) -> list[GenerateRequest]:
+def make_requests(*prompts: list[int], **sampling) -> list[GenerateRequest]:
     params = SamplingParams(**{"max_new_tokens": 6, **sampling})
     return [
         GenerateRequest(request_id=f"r{index}", prompt_ids=np.asarray(prompt), sampling=params)
@@ -60,7 +60,7 @@ RAGGED = ([65], [1, 2, 3, 4, 5, 6, 7], [200, 100, 50])
 
 
 @cases("kind: llama gpt2 openai-gpt mamba")
-def test_log_probs_are_those_of_the_distribution_drawn_from_whatever_the_neighbours_and_the_cache(kind: str):
+def test_log_probs_are_those_of_the_distribution_drawn_from_whatever_the_neighbours_and_the_cache(kind):
     model, requests = make_model(kind), make_requests(*RAGGED, RAGGED[0], temperature=0.8)
     together = sample_completions(model, requests, seed=3, weight_version=5)
     other = sample_completions(model, requests[:1], seed=4)[0]
@@ -112,7 +112,7 @@ def test_a_chat_generator_answers_in_the_chat_template():
     assert prompt == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert batch.response_lengths.tolist() == [3] * 4 and batch.samples[0].status is Status.TRUNCATED
 
-    def reverse(requests: list[GenerateRequest]) -> list[Completion]:
+    def reverse(requests):
         return complete(requests)[::-1]
 
     with pytest.raises(
@@ -144,11 +144,11 @@ llama | "linear"
 gpt2  | "linear"
 gpt2  | "own"
 """)
-def test_padded_log_probs_entropies_and_gradients_are_those_of_each_row_alone(kind: str, head: Any):
+def test_padded_log_probs_entropies_and_gradients_are_those_of_each_row_alone(kind, head: Any):
     model, batch = make_model(kind), make_batch()
     weights = torch.tensor([[0, 0, 2.0, 0, -1.0], [0, 0.5, 3.0, 0, 0]])
 
-    def differentiate(log_probs: torch.Tensor, entropies: torch.Tensor) -> dict[str, torch.Tensor]:
+    def differentiate(log_probs, entropies):
         model.zero_grad()
         (log_probs * weights + entropies * weights.flip(0, 1) * (weights != 0)).sum().backward()
         return take_gradients(model)

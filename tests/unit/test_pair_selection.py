@@ -1,7 +1,5 @@
 """Pairs out of a scored group: who is chosen over whom, by which rule."""
 
-from typing import Any
-
 import pytest
 
 from rollouts.errors import ConfigError
@@ -10,7 +8,7 @@ from rollouts.types import Sample, SampleGroup
 from tests.support.text_tables import cases
 
 
-def select(selector: Any, rewards: dict[str, float | None]) -> list[str]:
+def select(selector, rewards: dict[str, float | None]) -> list[str]:
     """The ids of each pair, together."""
     samples = (Sample(id=name, prompt="q", reward=reward) for name, reward in rewards.items())
     pairs = find_pair_selector(selector)(SampleGroup(0, "row-0", tuple(samples)))
@@ -51,6 +49,6 @@ margin(0.5)            | not of the form name or name
 margin                 | missing 1 required positional argument: 'min_margin'
 margin(min_margin=nan) | min_margin=nan of pairs must be a number above 0
 """)
-def test_a_selector_that_is_none_is_refused(selector: str, message: str):
+def test_a_selector_that_is_none_is_refused(selector, message):
     with pytest.raises(ConfigError, match=message):
         find_pair_selector(selector)

@@ -15,7 +15,7 @@ SCORE = "def score(sample):\n    return 1\n"
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
+def write(tmp_path) -> Callable[..., Path]:
     def write_file(text: str, name: str = "r.py") -> Path:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -32,7 +32,7 @@ def message_of(name: str, base_dir: Path, role: str = "reward") -> str:
     return str(caught.value)
 
 
-def test_functions_of_modules_files_and_objects_are_found(write, tmp_path: Path):
+def test_functions_of_modules_files_and_objects_are_found(write, tmp_path):
     path = write("class Judge:\n    def score(self, sample):\n        return 7\njudge = Judge()\n", "t/r.py")
     before = list(sys.path)
     for name, expected in (("t/r.py:judge.score", 7), (f"{path}:judge.score", 7), ("math:sqrt", 2)):
@@ -43,7 +43,7 @@ def test_functions_of_modules_files_and_objects_are_found(write, tmp_path: Path)
     assert sys.path == before
 
 
-def test_the_same_file_is_executed_once_and_files_of_one_name_stay_apart(write, tmp_path: Path):
+def test_the_same_file_is_executed_once_and_files_of_one_name_stay_apart(write, tmp_path):
     text = "from dataclasses import dataclass\n@dataclass\nclass R:\n    x: int\ncalls = [R(1)]\n"
     for folder in ("a", "b"):
         write(
@@ -74,7 +74,7 @@ r.py:number                    | it is of type int; it must be a function
 neighbour.py:score             | install helper, put its directory on PYTHONPATH
 odd.py:score                   | RuntimeError: no score
 """)
-def test_a_name_that_means_no_function_is_refused(write, tmp_path: Path, name: str, said: str):
+def test_a_name_that_means_no_function_is_refused(write, tmp_path, name, said):
     write(SCORE + "number = 3\n")
     write("import helper\n", "neighbour.py")
     write("", "helper.py")
@@ -82,7 +82,7 @@ def test_a_name_that_means_no_function_is_refused(write, tmp_path: Path, name: s
     assert said in message_of(name, tmp_path)
 
 
-def test_a_misspelt_built_in_function_gets_the_nearest_name(tmp_path: Path):
+def test_a_misspelt_built_in_function_gets_the_nearest_name(tmp_path):
     with pytest.raises(PlugInError, match=r"write a name of check_even, or .* did you mean check_even\?"):
         load_function("check_evn", role="filter", base_dir=tmp_path, built_in={"check_even": len})
 
@@ -98,7 +98,7 @@ class E(Exception):\n    def __str__(self): return 1 / 0\nraise E
 """)
 @cases("name: raising_plugin:score raising_plugin.py:score")
 def test_whatever_an_import_raises_is_kept_as_the_cause_and_may_be_corrected(
-    write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str
+    write, tmp_path, monkeypatch, text, name
 ):
     write(text.replace("\\n", "\n"), "raising_plugin.py")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -125,7 +125,7 @@ filter   | group, batch             |
 rows     | size, seed, digits       | fits
 rows     | size                     |
 """)
-def test_a_function_must_take_what_its_role_passes(write, tmp_path: Path, role, parameters, fits):
+def test_a_function_must_take_what_its_role_passes(write, tmp_path, role, parameters, fits):
     write(f"def f({parameters}):\n    pass\n")
     if fits:
         assert callable(load_function("r.py:f", role=role, base_dir=tmp_path))
@@ -139,12 +139,12 @@ start
 def
 async def
 """)
-def test_a_generator_function_is_refused_when_it_is_loaded(write, tmp_path: Path, role: str, start: str):
+def test_a_generator_function_is_refused_when_it_is_loaded(write, tmp_path, role, start):
     write(f"{start} score(*arguments):\n    yield 1.0\n")
     assert "it must return its answer" in message_of("r.py:score", tmp_path, role)
 
 
-def test_a_curriculum_is_plain(write, tmp_path: Path):
+def test_a_curriculum_is_plain(write, tmp_path):
     write("async def score(step, statistics):\n    return {}\n")
     assert "it must be" not in (said := message_of("r.py:score", tmp_path, "curriculum"))
     assert "it is async; this one must be a plain function" in said

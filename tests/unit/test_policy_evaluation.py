@@ -78,7 +78,7 @@ def slow_bleu(hypothesis: list[int], references: list[list[int]]) -> float:
 
     if not hypothesis:
         return 0.0
-    precisions: list[float] = []
+    precisions = []
     for n in range(1, min(4, len(hypothesis)) + 1):
         grams = count(hypothesis, n)
         matched = sum(min(k, max(count(one, n)[gram] for one in references)) for gram, k in grams.items())
@@ -135,7 +135,7 @@ compute_pass_at_k          | [4, 1, 0]            |                            |
 compute_distinct_n         | [["a"], 0]           |                            | n=0
 compute_self_bleu          | [[[1]]]              |                            | 1 responses
 """)
-def test_what_cannot_be_estimated_is_named(function: str, arguments: Any, options: dict, named: str):
+def test_what_cannot_be_estimated_is_named(function, arguments: Any, options: dict, named):
     with pytest.raises(ValueError, match=named):
         globals()[function](*arguments, **options)
 

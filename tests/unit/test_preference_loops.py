@@ -63,30 +63,30 @@ def make_labelled(count: int) -> list[PreferenceSample]:
     ]
 
 
-def config_of(**changes: Any) -> PreferenceTrainingConfig:
+def config_of(**changes) -> PreferenceTrainingConfig:
     return PreferenceTrainingConfig.model_validate(
         {"data": DATA, "steps": 3, "batch_size": 4, "loss_params": {"beta": BETA}, **changes}
     )
 
 
-def open_backend(model: Any = None, **options: Any) -> AbstractAsyncContextManager[Any]:
+def open_backend(model: Any = None, **options) -> AbstractAsyncContextManager[Any]:
     return plain_backend.open_backend(model or make_model(), optim=OPTIM, **options)
 
 
 class PlainReference:
     """A LogProbScorer that runs another model row by row."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model):
         self.model = model
         self.scored = 0  # rows
 
-    async def score(self, batch: Any) -> tuple[Any, ...]:
+    async def score(self, batch) -> tuple[Any, ...]:
         self.scored += len(batch)
         scored = (plain_backend.score_row(self.model, tokens)[0].detach() for tokens in batch.tokens)
         return tuple(row.numpy() * mask for row, mask in zip(scored, batch.loss_masks, strict=True))
 
 
-def response_log_prob(model: Any, row: SFTSample) -> Tensor:
+def response_log_prob(model, row: SFTSample) -> Tensor:
     return plain_backend.score_row(model, row.token_ids)[0][torch.from_numpy(row.loss_mask)].sum()
 
 
@@ -94,15 +94,15 @@ def reference_model() -> Any:
     return make_model(seed=1)
 
 
-def weights_of(model: Any) -> dict[str, Tensor]:
+def weights_of(model) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> None:
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float):
     torch.testing.assert_close(one, other, atol=tolerance, rtol=0.0)
 
 
-def plain_pair_loss(model: Any, reference: Any, sample: PreferenceSample, loss: str) -> Tensor:
+def plain_pair_loss(model, reference, sample: PreferenceSample, loss: str) -> Tensor:
     """What the papers write, of one pair."""
     good, bad = (response_log_prob(model, row) for row in sample.rows)
     len_good, len_bad = (int(row.loss_mask.sum()) for row in sample.rows)
@@ -119,7 +119,7 @@ def plain_pair_loss(model: Any, reference: Any, sample: PreferenceSample, loss: 
 
 
 def plain_kto_loss(
-    model: Any, reference: Any, samples: Sequence[PreferenceSample], weights: tuple[float, float]
+    model, reference, samples: Sequence[PreferenceSample], weights: tuple[float, float]
 ) -> Tensor:
     """The mean over the batch, its reference point from the mismatched rows."""
     with torch.no_grad():
@@ -138,7 +138,7 @@ def plain_kto_loss(
     return total / len(samples)
 
 
-def train_plainly(model: Any, loss_of: Any, steps: int) -> list[float]:
+def train_plainly(model, loss_of, steps: int) -> list[float]:
     """AdamW of torch, on the loss of each step (from 0)."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=OPTIM.lr, betas=(0.9, OPTIM.beta2), eps=1e-8, weight_decay=0.0
@@ -155,10 +155,10 @@ def train_plainly(model: Any, loss_of: Any, steps: int) -> list[float]:
 
 async def train_pairs(
     config: PreferenceTrainingConfig,
-    samples: Any,
+    samples,
     *,
     reference: Any = None,
-    **loop: Any,
+    **loop,
 ):
     """(weights, metrics) after the loop on a fresh backend."""
     async with open_backend(micro_batch_tokens=config.micro_batch_tokens) as backend:
@@ -188,7 +188,7 @@ async def test_three_steps_are_those_of_plain_autograd(loss):
     samples, config = (make_pairs(6), config_of(loss=loss))
     reference, plain = reference_model(), make_model()
 
-    def loss_of(model: Any, step: int) -> Tensor:
+    def loss_of(model, step):
         drawn = select_samples(make_mixture(samples), 4, step, 7)
         return torch.stack([plain_pair_loss(model, reference, sample, loss) for sample in drawn]).mean()
 
@@ -223,13 +223,13 @@ async def test_two_updates_on_pairs_of_ones_own_samples_are_those_of_plain_autog
     batch, spec = convert_to_batch(samples), LossSpec("dpo", {"beta": BETA})
     batch = replace(batch, tokens=tuple(row.token_ids for row in rows))  # which torch may read
 
-    def loss_of(model: Any, step: int) -> Tensor:
+    def loss_of(model, step):
         return torch.stack([plain_pair_loss(model, reference, pair, "dpo") for pair in pairs[:2]]).mean()
 
     losses = train_plainly(plain, loss_of, 2)
     async with open_backend() as backend:
 
-        def find_loss(spec: LossSpec) -> Any:
+        def find_loss(spec):
             return on_thread(backend.device_thread.submit, make_pair_loss(spec.name, spec.params))
 
         options: Any = {"version": 5, "find_loss": find_loss, "reference": PlainReference(reference)}
@@ -253,7 +253,7 @@ async def test_kto_is_the_plain_one_with_the_whole_batchs_reference_point_and_ba
     reference, plain = reference_model(), make_model()
     # 6 desirable, 3 undesirable: 2 times as many, so the undesirable weigh 2 / (4/3) = 1.5
 
-    def loss_of(model: Any, step: int) -> Tensor:
+    def loss_of(model, step):
         return plain_kto_loss(model, reference, select_samples(make_mixture(samples), 5, step, 0), (1.0, 1.5))
 
     losses = train_plainly(plain, loss_of, 3)
@@ -282,7 +282,7 @@ async def test_a_precomputed_reference_is_asked_once_per_row_and_gives_what_a_li
 
 async def test_a_step_that_is_not_finite_changes_nothing_and_has_no_loss():
     class BrokenReference(PlainReference):
-        async def score(self, batch: Any) -> tuple[Any, ...]:
+        async def score(self, batch):
             return tuple(np.where(mask, np.float32(np.inf), np.float32(0)) for mask in batch.loss_masks)
 
     trained, history = await train_pairs(config_of(steps=1), make_pairs(4), reference=BrokenReference(None))
@@ -329,7 +329,7 @@ dpo               | beta = -1.0 | dpo: beta=-1.0 is outside its range
 kto               | betta = 1.0 | unexpected keyword argument 'betta'
 kto               | beta = "x" | are not what the loss takes
 """)
-def test_a_loss_that_cannot_be_used_is_found_before_a_run(name: str, params: dict, said: str):
+def test_a_loss_that_cannot_be_used_is_found_before_a_run(name, params: dict, said):
     with pytest.raises(ConfigError) as caught:
         check_preference_loss(name, params)
     assert said in str(caught.value)

@@ -47,7 +47,7 @@ FILTERS, CALLED = 'filters = ["r.py:keep"]\n', EVAL + 'reward = "r.py:score"\n'
 
 
 @pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def house(tmp_path, monkeypatch) -> Path:
     """A directory with a config, its rows, a reward and a model directory of 40 positions."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 40}', encoding="utf-8")
@@ -133,7 +133,7 @@ model.name | is not the config.json of a model directory
 
 
 def test_everything_that_is_wrong_is_found_at_one_look(house, monkeypatch):
-    def refuse(section: Any) -> None:
+    def refuse(section):
         raise ConfigError(f"loss={section.loss!r} is not known")
 
     (house / "eval.jsonl").unlink()
@@ -165,7 +165,7 @@ q | NO_REWARD | rl.rollout.reward is empty; name a function of one sample as
 q | NO_REWARD + EVAL | eval.reward: eval.reward is empty; name a function
 q | NO_REWARD + TEACHER + EVAL | file.py:function, or rl.rollout.reward, which [eval] takes too
 """)
-def test_what_is_wrong_with_rows_and_settings_of_rl_is_found(house, prompts: str, text: str, wrong: str):
+def test_what_is_wrong_with_rows_and_settings_of_rl_is_found(house, prompts, text, wrong):
     values = [int(prompt) if prompt.isdigit() else prompt for prompt in prompts.split(";")]
     write_jsonl(house / "rl.jsonl", *({"prompt": value} for value in values))
     found = look(house, make_text(text))
@@ -177,7 +177,7 @@ limit | wrong
 40    | sft.data: 1 responses are cut at max_length=40
 60    | sft.max_length: the longest row, in tokens: 60, more than the
 """)
-def test_conversations_that_are_too_long_are_found(house, limit: int, wrong: str):
+def test_conversations_that_are_too_long_are_found(house, limit: int, wrong):
     write_jsonl(house / "sft.jsonl", {"prompt": "q", "answer": "x" * 50})
     found = look(house, SFT.replace("= 40", f"= {limit}"), ("sft",))
     assert any(wrong in line for line in found), found
@@ -207,9 +207,7 @@ epochs | sizes | drawn | steps | …
 1.1  | 10  | 11 | 1 | 11 rows and no more, as 1.1 is meant: in binary 1.1 * 10 is above 11
 2    | 3 5 | 4  | 4 | a mixture: as many draws as both have rows, whatever their weights
 """)
-def test_epochs_are_passes_over_the_rows_rounded_up_to_whole_steps(
-    house, epochs: str, sizes: str, drawn: str, steps: str
-):
+def test_epochs_are_passes_over_the_rows_rounded_up_to_whole_steps(house, epochs, sizes, drawn, steps):
     text = f"[sft]\nepochs = {epochs}\nbatch_size = {drawn}\n"
     for size in sizes.split():
         write_jsonl(house / f"{size}.jsonl", *({"prompt": str(n), "answer": "a"} for n in range(int(size))))
@@ -298,7 +296,7 @@ endless | error rl.rollout.filters: filter keep on group 0 (prompt row-0) took l
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_functions_are_called_once_and_their_answers_shown(house, kind: str):
+def test_functions_are_called_once_and_their_answers_shown(house, kind):
     (house / "r.py").write_text(SOURCES[kind], encoding="utf-8")
     text = RL.replace("steps = 1", 'steps = 1\ncurriculum = "r.py:curriculum"') + FILTERS
     text += 'ranker = "reward_std"\nover_sampling = 2.0\n' + CALLED
@@ -339,7 +337,7 @@ def test_the_size_of_a_model_is_read_without_its_weights(tmp_path):
         read_model_size(tmp_path)
 
 
-def write_files(root: Path, files: Mapping[str, str]) -> None:
+def write_files(root: Path, files: Mapping[str, str]):
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")

@@ -48,16 +48,16 @@ async def read_tree(pids: Path, child: int) -> list[int]:
 
 @linux_only
 @cases("end: leave kill terminate child inner outer")
-async def test_nothing_is_left_of_a_tree(tmp_path: Path, end: str):
+async def test_nothing_is_left_of_a_tree(tmp_path, end):
     async with open_tree(tmp_path, grace_s=0.2) as (process, pids):
         if end in ("kill", "terminate"):
             getattr(process, end)()
         elif end != "leave":
             os.kill(pids[{"inner": 3, "outer": 4}.get(end, 0)], signal.SIGKILL)
         if end != "leave":
-            codes: list[int | None] = []
+            codes = []
 
-            async def wait() -> None:
+            async def wait():
                 codes.append(await process.wait_ended())
 
             with trio.fail_after(30):
@@ -105,7 +105,7 @@ async def open_parent(argv: list[str], env: dict[str, str], log: Path, linger_s:
 
 @linux_only
 @pytest.mark.parametrize("first", [None, "inner", "outer"])
-async def test_nothing_survives_a_trainer_that_is_killed(tmp_path: Path, first: str | None):
+async def test_nothing_survives_a_trainer_that_is_killed(tmp_path, first: str | None):
     """Not even if a guard is killed just before it."""
     pids = tmp_path / "pids"
     async with open_parent([*PYTHON, str(FAKE)], environment(pids), tmp_path / "log", 0.0) as child:
@@ -121,9 +121,7 @@ work            | done
 pass            | yes
 time.sleep(1e6) | no
 """)
-async def test_a_process_that_lingers_finishes_its_work_after_a_killed_trainer(
-    tmp_path: Path, work: str, done: bool
-):
+async def test_a_process_that_lingers_finishes_its_work_after_a_killed_trainer(tmp_path, work, done: bool):
     code = f"import sys, time; sys.stdin.read(); {work}; open('{tmp_path}/done', 'w')"
     async with open_parent([*PYTHON, "-c", code], {}, tmp_path / "log", 20.0 if done else 0.3) as child:
         pass
@@ -131,7 +129,7 @@ async def test_a_process_that_lingers_finishes_its_work_after_a_killed_trainer(
     assert (tmp_path / "done").exists() == done
 
 
-async def test_leaving_a_process_that_lingers_does_not_wait_for_it(tmp_path: Path):
+async def test_leaving_a_process_that_lingers_does_not_wait_for_it(tmp_path):
     code = f"import sys; sys.stdin.read(); open('{tmp_path}/done', 'w')"
     async with open_process([*PYTHON, "-c", code], with_channel=True, linger_s=60.0) as process:
         await process.wait_started()
@@ -147,7 +145,7 @@ sh -c kill~-9~$$ | -9 | was killed by SIGKILL
 sh -c kill~-40~$$ | -40 | was killed by signal 40
 /no/such/program | None | did not start: /no/such/program does not start:
 """)
-async def test_an_end_is_described(argv: str, code: str, how: str):
+async def test_an_end_is_described(argv, code, how):
     async with open_process([word.replace("~", " ") for word in argv.split()]) as process:
         assert str(await process.wait_ended()) == code
         assert process.describe_end().startswith(how)
@@ -181,7 +179,7 @@ async def test_output_above_its_limit_is_told_and_only_its_end_is_kept():
         assert process.read_tail() == "y\n" * (1 << 15)
 
 
-async def test_a_log_is_appended_to_and_closed_to_others(tmp_path: Path):
+async def test_a_log_is_appended_to_and_closed_to_others(tmp_path):
     log = tmp_path / "log"
     log.write_text("an earlier run\n")
     log.chmod(0o644)
@@ -192,7 +190,7 @@ async def test_a_log_is_appended_to_and_closed_to_others(tmp_path: Path):
     assert log.read_text().startswith("an earlier run\n=== ")
 
 
-async def test_a_log_that_is_a_device_stays_open_to_others(tmp_path: Path):
+async def test_a_log_that_is_a_device_stays_open_to_others(tmp_path):
     log = tmp_path / "pipe"
     os.mkfifo(log)
     log.chmod(0o644)

@@ -41,7 +41,7 @@ class Endpoint:
 
     features = EngineFeatures(vocab_size=10_000, context_length=10_000)
 
-    def __init__(self, generate: Any) -> None:
+    def __init__(self, generate):
         self.sample, self.given = generate, list[Any]()
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -49,10 +49,10 @@ class Endpoint:
         self.given.append((request.prompt_ids.tolist(), answer))
         return answer
 
-    async def ask(self, messages: Any = ASK, **fields: Any) -> Any:
+    async def ask(self, messages=ASK, **fields) -> Any:
         return await self.client.chat.completions.create(model="any", messages=messages, **fields)
 
-    async def go_on(self, answer: Any, question: str = "and?", **fields: Any) -> Any:
+    async def go_on(self, answer, question: str = "and?", **fields) -> Any:
         said = answer.choices[0].message.model_dump()  # with null for all that OpenAI has beside
         return await self.ask([*ASK, said, {"role": "user", "content": question}], **fields)
 
@@ -67,7 +67,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def open(
-        self, *, proxy: Any = None, form: Any = make_format, retries: int = 0, **settings: Any
+        self, *, proxy: Any = None, form=make_format, retries: int = 0, **settings
     ) -> AsyncIterator[Endpoint]:
         """Raises what ended the trajectory."""
         node = form(()).begin([{"role": "user", "content": "?"}])
@@ -88,7 +88,7 @@ class Endpoint:
             raise self.trajectory.failure
 
 
-def open_endpoint(*texts: str | Exception, token_s: float = 0.0, **options: Any) -> Any:
+def open_endpoint(*texts: str | Exception, token_s: float = 0.0, **options) -> Any:
     """An endpoint whose model says the texts, over and over. An error is raised instead."""
     turns = itertools.cycle(texts)
 
@@ -107,9 +107,7 @@ hällo | {"user": "me", "top_p": 1, "temperature": 1.0, "stop": null} | hällo |
 abcd  | {"max_completion_tokens": 3} | abc | length | done | the client's limit is none of the trajectory's
 abcdefghijklmno | {"max_tokens": 900} | abcdefghi | length | tokens | what is left after a prompt of 29
 """)
-async def test_an_answer_ends_as_it_should(
-    text: str, fields: Any, told: str, reason: str, end: str, autojump_clock
-):
+async def test_an_answer_ends_as_it_should(text, fields: Any, told, reason, end, autojump_clock):
     async with open_endpoint(text, max_trajectory_tokens=38) as at:
         answer = await at.ask(extra_body=fields)
         (choice,) = answer.choices
@@ -128,7 +126,7 @@ stop         | trained
 ","          | ab,
 ["x", ", c"] | ab, c
 """)
-async def test_an_answer_is_cut_where_a_text_that_stops_it_is_complete(stop: Any, trained: str):
+async def test_an_answer_is_cut_where_a_text_that_stops_it_is_complete(stop: Any, trained):
     async with open_endpoint("ab, cd") as at:
         answer = await at.ask(stop=stop)
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("ab", "stop")
@@ -163,7 +161,7 @@ async def test_log_probs_are_of_single_tokens(autojump_clock):
     tokenizer = family_tokenizer("qwen2_5")
     ids = np.asarray(tokenizer.encode("ä€ x", add_special_tokens=False), np.int64)
 
-    async def sample(request: GenerateRequest) -> Completion:
+    async def sample(request):
         await trio.lowlevel.checkpoint()
         rest: Any = {"log_probs": -np.ones(len(ids), np.float32), "weight_versions": 0 * ids}
         return Completion(request_id=request.request_id, token_ids=ids, finish_reason="length", **rest)
@@ -247,7 +245,7 @@ messages | [{"role": "user", "content": [{"type": "image_url"}]}] | image_url | 
 tools | 3 | | | done
 """)
 async def test_what_cannot_be_is_refused_by_name(
-    field: str, value: Any, said: str, settings: dict, end: str, autojump_clock
+    field, value: Any, said, settings: dict, end, autojump_clock
 ):
     async with open_endpoint("a", **settings) as at:
         with pytest.raises(openai.BadRequestError) as told:
@@ -272,7 +270,7 @@ path    | key   | status
 /e/1/v1 |       | 409
 /e/0/v1 |       | 413
 """)
-async def test_errors_have_openais_form(path: str, key: str, status: int, autojump_clock, monkeypatch):
+async def test_errors_have_openais_form(path, key, status: int, autojump_clock, monkeypatch):
     monkeypatch.setattr(module, "BODY_BYTES", 1000)
     async with open_proxy() as proxy, open_endpoint("a", proxy=nullcontext(proxy)) as at:
         proxy.trajectories["1"] = None
@@ -301,7 +299,7 @@ async def test_what_is_nobodys_fault_ends_the_trajectory(autojump_clock):
 async def test_an_error_after_a_stream_has_begun_is_told_in_it(autojump_clock):
     async with open_endpoint("aaaaaaaa", token_s=1.0) as at, trio.open_nursery() as nursery:
 
-        async def give_up() -> None:
+        async def give_up():
             await trio.sleep(4)
             for asked in at.trajectory.asked.values():
                 asked.scope.cancel()
@@ -364,7 +362,7 @@ async def test_rewards_that_a_program_posts_are_its_newest_turns(
 ):
     async with open_endpoint("a") as at, httpx.AsyncClient() as plain:
 
-        async def post(value: Any) -> int:
+        async def post(value):
             headers = {"Authorization": f"Bearer {at.trajectory.key}"}
             answer = await plain.post(f"{at.url}/reward", json={"reward": value}, headers=headers)
             return answer.status_code
@@ -384,16 +382,16 @@ async def test_rewards_that_a_program_posts_are_its_newest_turns(
 
 @pytest.mark.parametrize("history", ["template", "extend"])
 @cases("name: chatml qwen2_5 qwen3 gptoss llama3_1 mistral_v3_tekken")
-async def test_what_trains_is_what_the_engine_took_in_and_gave_out(name: str, history: Any, autojump_clock):
+async def test_what_trains_is_what_the_engine_took_in_and_gave_out(name, history, autojump_clock):
     """Of six trajectories at once, in each of which two agents speak at once."""
     tokenizer = family_tokenizer(name, merges=MERGES)
     reads = READS[name] and RESPONSE_TEMPLATES[READS[name]]
     form = make_formats(tokenizer, read_turn=reads, history=history)
 
-    async def run(seed: int) -> None:
+    async def run(seed):
         rng = np.random.default_rng(seed)
 
-        async def sample(request: GenerateRequest) -> Completion:
+        async def sample(request):
             await trio.sleep(rng.random())
             return sample_turn(name, tokenizer, rng)
 
@@ -408,7 +406,7 @@ async def test_what_trains_is_what_the_engine_took_in_and_gave_out(name: str, hi
             nursery.start_soon(run, seed)
 
 
-async def converse(at: Endpoint, name: str, tools: Any, rng: np.random.Generator) -> None:
+async def converse(at: Endpoint, name: str, tools, rng: np.random.Generator):
     """Goes on from the newest answer, or from any before it, streamed or not; never says the same twice."""
     ends: list[list[Any]] = [[{"role": "system", "content": "You may add."}]]
     for count in range(6):

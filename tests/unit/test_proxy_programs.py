@@ -5,7 +5,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
@@ -84,7 +83,7 @@ raise LookupError('lost')                        | exit code 1.*LookupError: los
 import os, signal; os.kill(os.getpid(), 9)       | SIGKILL
 pass                                             | had no answer of the model
 """)
-async def test_a_program_that_fails_is_no_policys_fault(program: str, said: str, tmp_path):
+async def test_a_program_that_fails_is_no_policys_fault(program, said, tmp_path):
     with pytest.raises(EnvironmentFailed, match=f"(?s){said}"):
         await play(write(tmp_path / "agent.py", program))
 
@@ -119,10 +118,10 @@ time.sleep(1000)
 
 @cases("cancelled: no yes")
 async def test_what_a_program_started_ends_with_its_trajectory(tmp_path, *, cancelled: bool):
-    pids, ended = tmp_path / "pids", list[Any]()
+    pids, ended = tmp_path / "pids", []
     command = write(tmp_path / "agent.py", FORKS.replace("PIDS", str(pids)))
 
-    async def run() -> None:
+    async def run():
         ended.extend(await play(command, trajectory_timeout_s=600.0 if cancelled else 5.0))
 
     async with trio.open_nursery() as nursery:
@@ -163,7 +162,7 @@ json:no_function   | no no_function
 env anything       |
 json:loads         |
 """)
-def test_an_agent_that_cannot_run_is_named_before_the_run(agent: str, said: str):
+def test_an_agent_that_cannot_run_is_named_before_the_run(agent, said):
     with pytest.raises(ConfigError, match=said) if said else nullcontext():
         check_agent(agent)
 

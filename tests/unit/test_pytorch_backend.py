@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rollouts import errors
 from rollouts.backends.open import choose_autocast_dtype
 from rollouts.config.tables import OptimConfig
-from rollouts.errors import BackendError, UserFunctionError
+from rollouts.errors import BackendError
 from rollouts.loops.updates import work_metrics
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.inputs import reduce_loss
@@ -41,7 +42,7 @@ def make_model(seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def open_backend(**options: Any) -> AbstractAsyncContextManager[Any]:
+def open_backend(**options) -> AbstractAsyncContextManager[Any]:
     return plain_backend.open_backend(make_model(), **options)
 
 
@@ -64,7 +65,7 @@ SPECS = {
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("form", FORMS)
-async def test_loss_and_gradients_are_those_of_a_plain_forward_of_each_row(form: str, spec: LossSpec):
+async def test_loss_and_gradients_are_those_of_a_plain_forward_of_each_row(form, spec: LossSpec):
     batch, plain = make_batch(temperature=0.7), make_model()
     wanted, denominator = plain_backend.compute_plain_loss(plain, batch, spec)
     async with open_backend(**FORMS[form]) as backend:
@@ -154,7 +155,7 @@ async def test_a_tied_weight_may_be_loaded_under_both_names():
         assert_weights_equal(await backend.get_weights(), weights)
 
 
-async def test_a_checkpoint_is_a_hugging_face_directory_and_safetensors(tmp_path: Path):
+async def test_a_checkpoint_is_a_hugging_face_directory_and_safetensors(tmp_path):
     async with open_backend() as backend:
         await backend.forward_backward(make_batch(), SFT)
         await backend.optim_step()
@@ -167,7 +168,7 @@ async def test_a_checkpoint_is_a_hugging_face_directory_and_safetensors(tmp_path
     assert json.loads((tmp_path / "state" / "backend.json").read_text())["steps"] == 1
 
 
-async def test_a_checkpoint_before_the_first_step_can_be_loaded(tmp_path: Path):
+async def test_a_checkpoint_before_the_first_step_can_be_loaded(tmp_path):
     async with open_backend() as backend:
         await backend.save(tmp_path)
     async with open_backend() as backend:
@@ -184,12 +185,12 @@ CONTRACT = {
 }
 
 
-async def check_promise(promise: Any, opener: Any, folder: Path) -> None:
+async def check_promise(promise, opener, folder: Path):
     await promise(opener, *([folder] if "folder" in inspect.signature(promise).parameters else []))
 
 
 @pytest.mark.parametrize("promise", CONTRACT.values(), ids=CONTRACT)
-async def test_contract(promise: Any, tmp_path: Path):
+async def test_contract(promise, tmp_path):
     await check_promise(promise, open_backend, tmp_path)
 
 
@@ -206,30 +207,20 @@ async def test_a_token_outside_the_vocabulary_is_named_by_its_row():
             await backend.forward_backward(wrong, SFT)
 
 
-def detached_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
-    """A loss that forgot its gradient."""
-    total, count = reduce_loss(inputs.log_probs.detach(), inputs.mask, unit)
-    return LossOutput(total, count, {})
-
-
 def odd_loss(inputs: LossInputs, *, unit: str, kind: str) -> Any:
-    """A user's loss that raises KeyError, or answers with something else."""
-    return {"none": None, "axes": LossOutput(inputs.log_probs, 1, {})}[kind]
+    """A user's loss that raises KeyError, answers with something else, or forgets its gradient."""
+    detached = LossOutput(inputs.log_probs.detach().sum(), 1, {})
+    return {"none": None, "axes": LossOutput(inputs.log_probs, 1, {}), "detached": detached}[kind]
 
 
 @cases(r"""
-kind  | message
-wrong | raised KeyError: 'wrong' \(.*test_pytorch_backend.py, line \d+\)
-none  | answered with None; it must be a LossOutput
-axes  | answered with LossOutput.* a sum without axes
+kind     | error             | message
+wrong    | UserFunctionError | raised KeyError: 'wrong' \(.*test_pytorch_backend.py, line \d+\)
+none     | UserFunctionError | answered with None; it must be a LossOutput
+axes     | UserFunctionError | answered with LossOutput.* a sum without axes
+detached | BackendError      | returned a sum without gradient
 """)
-async def test_a_users_loss_that_raises_or_gives_no_loss_is_a_users_error(kind: str, message: str):
+async def test_a_users_loss_that_raises_or_gives_no_loss_is_named(kind, error, message):
     async with open_backend() as backend:
-        with pytest.raises(UserFunctionError, match=f"odd_loss' {message}"):
+        with pytest.raises(getattr(errors, error), match=f"odd_loss' {message}"):
             await backend.forward_backward(make_batch(), LossSpec(f"{__name__}:odd_loss", {"kind": kind}))
-
-
-async def test_a_loss_without_gradient_is_named():
-    async with open_backend() as backend:
-        with pytest.raises(BackendError, match="detached_loss' returned a sum without gradient"):
-            await backend.forward_backward(make_batch(), LossSpec(f"{__name__}:detached_loss"))

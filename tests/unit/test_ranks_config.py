@@ -3,7 +3,6 @@
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from tests.distributed.one_rank import open_one_rank
 from tests.support.text_tables import cases
 
 
-def config_of(**settings: Any) -> RunConfig:
+def config_of(**settings) -> RunConfig:
     return RunConfig(distributed=DistributedConfig(**settings))
 
 
@@ -48,7 +47,7 @@ shard_size=12   | 6 | distributed.shard_size=12 does not divide the 6 ranks
 shard_size=0    | 6 |
 shard_size=3    | 6 |
 """)
-def test_ranks_that_do_not_fit_are_refused_with_both_numbers(setting: str, world_size: int, said: str):
+def test_ranks_that_do_not_fit_are_refused_with_both_numbers(setting, world_size: int, said):
     name, _, number = setting.partition("=")
     value = True if name == "cpu_offload" else int(number)
     with pytest.raises(ConfigError, match=said) if said else nullcontext():
@@ -74,9 +73,7 @@ sft = { steps = 3, data = { kind = "jsonl", path = "sft.jsonl" } }
 @pytest.mark.parametrize(
     ("theirs", "said"), [("model.threads = 1", "model.threads: 2 here, 1 on"), (SFT, r"sft\..* unset here, ")]
 )
-def test_a_rank_with_another_config_is_refused_naming_the_setting_and_both_values(
-    tmp_path: Path, theirs: str, said: str
-):
+def test_a_rank_with_another_config_is_refused_naming_the_setting_and_both_values(tmp_path, theirs, said):
     (tmp_path / "run.toml").write_text(theirs)
     ours = RunConfig(model=ModelConfig(threads=2)) if "model" in theirs else RunConfig()
     dumped = dump_config(load_config(tmp_path / "run.toml"))

@@ -58,7 +58,7 @@ def check_files(run_dir: RunDir, attempt: int, logged: int) -> int:
         assert all(part.read_bytes().endswith(b"\n") for part in complete)
         *lines, rest = last.read_bytes().split(b"\n") if last.exists() else [b""]
         assert all(isinstance(json.loads(line), dict) for line in lines)
-        said: list[str] = []
+        said = []
         list(iterate_rows(path, report=said.append))
         if rest and parse_row(rest) is None:  # else it lacks at most its newline
             assert f"{last}: the last line is torn ({len(rest)} bytes)" in said.pop()
@@ -69,11 +69,11 @@ def check_files(run_dir: RunDir, attempt: int, logged: int) -> int:
     return torn
 
 
-def check_whole(run_dir: RunDir) -> None:
+def check_whole(run_dir: RunDir):
     """What readers see after the next attempt has opened the files."""
     for file in open_files(run_dir).values():
         file.close()
-    said: list[str] = []
+    said = []
     rows = {path.stem: newest_attempts(iterate_rows(path, report=said.append)) for path in run_dir.row_files}
     assert said == [], "the next attempt has repaired what was torn"
     steps = [(row["stage"], row["step"]) for row in rows["metrics"]]
@@ -102,16 +102,16 @@ def kill_often(folder: Path, places: Sequence[int], *, seed: int) -> int:
     return torn
 
 
-def test_ten_kills_lose_nothing_that_was_logged(tmp_path: Path):
+def test_ten_kills_lose_nothing_that_was_logged(tmp_path):
     torn = kill_often(tmp_path, [0, 9, 0, -5, 0, 20, 0, 12, 0, 0], seed=1)
     assert torn >= 2, "files were torn, and read and repaired"
 
 
 @pytest.mark.slow
-def test_200_kills_at_random_instants_lose_nothing_that_was_logged(tmp_path: Path):
+def test_200_kills_at_random_instants_lose_nothing_that_was_logged(tmp_path):
     kill_often(tmp_path, 200 * [0], seed=2)
 
 
 @pytest.mark.slow
-def test_kills_inside_every_write_and_every_change_of_parts_lose_nothing_that_was_logged(tmp_path: Path):
+def test_kills_inside_every_write_and_every_change_of_parts_lose_nothing_that_was_logged(tmp_path):
     assert kill_often(tmp_path, [*range(1, 21), *range(-20, 0)], seed=3) >= 10

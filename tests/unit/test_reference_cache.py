@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from rollouts.device_thread import open_device_thread
 from rollouts.errors import BackendClosed, ConfigError, ModelError
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model, resolve_model
-from rollouts.reference.cache import ModelSize, ReferenceCache, open_model_cache, open_reference_cache
+from rollouts.reference.cache import ModelSize, open_model_cache, open_reference_cache
 from rollouts.reference.quantize import count_bytes_by_headers
 from rollouts.reference.score import score_batch
 from rollouts.testing.torch_contracts import make_batch
@@ -30,14 +29,14 @@ BATCH = make_batch()
 class Memory:
     """Loads models that only have a size, and keeps its own account of what is in memory."""
 
-    def __init__(self, sizes: dict[str, ModelSize], budget: int, *, steps: int = 2) -> None:
+    def __init__(self, sizes: dict[str, ModelSize], budget: int, *, steps: int = 2):
         self.sizes, self.budget, self.steps = sizes, budget, steps
         self.live: Counter[str] = Counter()  # bytes by name
         self.loads: Counter[str] = Counter()
         self.fails: set[str] = set()
         self.most = 0
 
-    def _set(self, name: str, size: int) -> None:
+    def _set(self, name: str, size: int):
         assert size == 0 or name not in self.live or self.live[name] >= size, f"{name} is loaded twice"
         self.live[name] = size
         if not size:
@@ -115,7 +114,7 @@ async def test_thousands_of_random_leases(seed: int):
     served = Counter[str]()
     using = Counter[str]()
 
-    async def use(cache: ReferenceCache[str], task: int) -> None:
+    async def use(cache, task):
         own = random.Random(f"{seed} {task}")
         for _ in range(60):
             names = own.sample(sorted(sizes), own.choice([1, 1, 1, 2]))
@@ -144,7 +143,7 @@ async def test_thousands_of_random_leases(seed: int):
             if own.random() < 0.02:
                 memory.fails.add(own.choice(sorted(sizes)))
 
-    async def cancel_later(scope: trio.CancelScope, steps: int) -> None:
+    async def cancel_later(scope, steps):
         for _ in range(steps):
             await trio.lowlevel.checkpoint()
         scope.cancel()
@@ -175,7 +174,7 @@ async def test_real_models_score_as_they_do_alone_within_the_budget():
         open_reference_cache(budget_bytes=budget, device_thread=thread) as cache,
     ):
 
-        async def score(path: Path) -> None:
+        async def score(path):
             async with cache.lease(str(path)) as (reference,):
                 found = await reference.score(BATCH)
             model = load_hf_model(path)
@@ -195,7 +194,7 @@ async def test_real_models_score_as_they_do_alone_within_the_budget():
 
 @cases("kind: byte llama qwen3 gemma mamba moe")
 @cases("dtype: float32 bfloat16")
-def test_headers_say_how_large_a_model_will_be(kind: str, dtype: str):
+def test_headers_say_how_large_a_model_will_be(kind, dtype):
     import torch
 
     path = resolve_model(f"tiny:{kind}")

@@ -34,12 +34,12 @@ def ema(decay: float) -> UpdateRule:
 class Policy:
     """Streams given weights on the reference's thread, as a backend does."""
 
-    def __init__(self, thread: DeviceThread) -> None:
+    def __init__(self, thread: DeviceThread):
         self.thread, self.fails = thread, False
         self.weights: dict[str, Tensor] = {}
 
     def stream_weights(self, sink):
-        def work() -> None:
+        def work():
             if self.fails:
                 raise BackendError("an earlier step failed")
             for name, weight in self.weights.items():
@@ -49,7 +49,7 @@ class Policy:
 
 
 @asynccontextmanager
-async def open_moving(path: Path, **options: Any) -> AsyncIterator[tuple[MovingReference, Any]]:
+async def open_moving(path: Path, **options) -> AsyncIterator[tuple[MovingReference, Any]]:
     """(the reference, a policy that it can follow)."""
     async with (
         open_device_thread(name="moving", torch_threads=1) as thread,
@@ -66,7 +66,7 @@ def random_weights(path: Path, seed: int) -> dict[str, Tensor]:
     }
 
 
-def assert_equal(one: Any, two: Any) -> None:
+def assert_equal(one, two):
     assert all(np.array_equal(mine, other) for mine, other in zip(one, two, strict=True))
 
 
@@ -90,7 +90,7 @@ async def test_scores_are_those_of_a_model_with_the_mixed_weights():
     assert max(np.abs(one - two).max() for one, two in zip(before, scores, strict=True)) > 1e-2
 
 
-async def test_small_steps_do_not_vanish_in_a_bfloat16_model(tmp_path: Path):
+async def test_small_steps_do_not_vanish_in_a_bfloat16_model(tmp_path):
     """A decay of 0.999 towards weights 1 % larger: each step is 1e-5 of a weight, and bfloat16 numbers are
     4e-3 apart.
     """
@@ -110,10 +110,10 @@ async def test_small_steps_do_not_vanish_in_a_bfloat16_model(tmp_path: Path):
             assert torch.equal(shown[name], saved[name].to(torch.bfloat16))
 
 
-async def test_a_resumed_reference_goes_on_bit_for_bit(tmp_path: Path):
+async def test_a_resumed_reference_goes_on_bit_for_bit(tmp_path):
     path = resolve_model("tiny:qwen3")
 
-    async def move(reference: MovingReference, policy: Any, steps: range) -> Any:
+    async def move(reference, policy, steps):
         for step in steps:
             policy.weights = random_weights(path, step)
             await reference.update(policy, step=step)
@@ -152,7 +152,7 @@ message
 never came
 fit none
 """)
-async def test_an_update_that_breaks_off_leaves_no_silent_mixture(message: str):
+async def test_an_update_that_breaks_off_leaves_no_silent_mixture(message):
     path = resolve_model("tiny:byte")
     async with open_moving(path, rule=ema(0.5)) as (reference, policy):
         before = await reference.score(BATCH)
@@ -177,7 +177,7 @@ text
 {"format": 99, "updates": 1, "step": 1}
 {
 """)
-async def test_what_is_no_saved_reference_is_refused(tmp_path: Path, text: str):
+async def test_what_is_no_saved_reference_is_refused(tmp_path, text):
     path = resolve_model("tiny:byte", cache_dir=tmp_path)
     (path / STATE_FILE).write_text(text)
     with pytest.raises(CheckpointError, match="cannot be read"):

@@ -36,12 +36,12 @@ BATCH = make_batch()
 
 
 @pytest.fixture
-def torchao() -> None:
+def torchao():
     pytest.importorskip("torchao", reason="needs rollouts-rl[reference-quant]")
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory) -> Path:
     """A model in which linear layers dominate: 256 wide, of which the tied embedding is 6 %."""
     folder = tmp_path_factory.mktemp("wide") / "model"
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cases("bits: 8 4")
 @pytest.mark.parametrize("shape", [(6, 128), (3, 5, 64), (4, 40), (8, 36)])
-def test_weights_are_themselves_to_a_step(shape: tuple[int, ...], bits: Any, torchao: None):
+def test_weights_are_themselves_to_a_step(shape: tuple[int, ...], bits: Any, torchao):
     """A step of 8 bits is the largest of a block along the row, divided by 127, of which codes are half off.
     One of 4 bits is the range of a block, zero included, divided by 15; the zero point is a whole number of
     steps, so that the ends of the range may be cut by half of one more.
@@ -77,7 +77,7 @@ def test_weights_are_themselves_to_a_step(shape: tuple[int, ...], bits: Any, tor
     assert packed.codes.nbytes * 8 == weight.numel() * bits
 
 
-def test_zeros_stay_zeros_and_what_is_not_finite_is_refused(torchao: None):
+def test_zeros_stay_zeros_and_what_is_not_finite_is_refused(torchao):
     for bits in (8, 4):
         assert not PackedWeight(torch.zeros(2, 64), bits).unpack().any()
         with pytest.raises(ModelError, match="not finite"):
@@ -92,10 +92,8 @@ dtype | limit
 8bit  | 0.35
 4bit  | 0.25
 """)
-async def test_a_quantised_reference_is_small_and_its_error_is_told(
-    dtype, limit: float, path: Path, torchao: None
-):
-    said: list[str] = []
+async def test_a_quantised_reference_is_small_and_its_error_is_told(dtype, limit: float, path, torchao):
+    said = []
     async with (
         open_device_thread(name="reference", torch_threads=1) as thread,
         open_frozen_reference(path, device_thread=thread) as exact,
@@ -116,7 +114,7 @@ async def test_a_quantised_reference_is_small_and_its_error_is_told(
 
 
 @cases("kind: llama qwen3 gemma mamba moe")
-def test_every_architecture_runs_and_tied_weights_are_stored_once(kind: str, torchao: None):
+def test_every_architecture_runs_and_tied_weights_are_stored_once(kind, torchao):
     model = load_tiny(kind)
     batch = torch.arange(12).view(2, 6)
     with torch.no_grad():
@@ -150,7 +148,7 @@ def test_known_values_of_the_bias():
         compare_log_probs(rough, exact, replace(batch, loss_masks=tuple(mask & False for mask in masks)))
 
 
-async def test_without_the_library_the_error_names_the_extra(path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_without_the_library_the_error_names_the_extra(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ConfigError, match=r"rollouts-rl\[reference-quant\]"):

@@ -39,7 +39,7 @@ def path() -> Path:
 
 
 @pytest.fixture
-def server(path: Path, monkeypatch: pytest.MonkeyPatch) -> ReferenceServer:
+def server(path, monkeypatch) -> ReferenceServer:
     """What every reference on a server is connected with; nobody waits before asking it again."""
     made = ReferenceServer(path)
     client = partial(open_http_client, transport=lambda: httpx.MockTransport(made.handle))
@@ -51,7 +51,7 @@ def server(path: Path, monkeypatch: pytest.MonkeyPatch) -> ReferenceServer:
 class ReferenceServer:
     """Answers as vLLM and SGLang do, with a model of its own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path):
         self.model = load_hf_model(path)
         self.asked: list[list[int]] = []
         self.statuses: list[int] = []  # of the next answers; 200 after them
@@ -83,7 +83,7 @@ class ReferenceServer:
 
 
 @asynccontextmanager
-async def open_scorer(place: Any, path: Path) -> AsyncIterator[LogProbScorer]:
+async def open_scorer(place, path: Path) -> AsyncIterator[LogProbScorer]:
     if place == "trainer":
         async with (
             open_device_thread(name="reference", torch_threads=1) as thread,
@@ -98,7 +98,7 @@ async def open_scorer(place: Any, path: Path) -> AsyncIterator[LogProbScorer]:
 
 
 @cases("place: trainer vllm sglang")
-async def test_every_place_gives_the_models_own_log_probs(place: str, path: Path, server: ReferenceServer):
+async def test_every_place_gives_the_models_own_log_probs(place, path, server):
     """0.0 outside the masks; many calls at once; rows and batches that train nothing; any temperature in the
     trainer, 1 on a server.
     """
@@ -111,7 +111,7 @@ async def test_every_place_gives_the_models_own_log_probs(place: str, path: Path
     found: dict[int, Any] = {}
     async with open_scorer(place, path) as scorer:
 
-        async def score(index: int) -> None:
+        async def score(index):
             found[index] = await scorer.score(batches[index])
 
         async with trio.open_nursery() as nursery:
@@ -130,7 +130,7 @@ async def test_every_place_gives_the_models_own_log_probs(place: str, path: Path
             np.testing.assert_allclose(one, two[: len(one)].detach(), atol=1e-4)
 
 
-async def test_only_the_tokens_up_to_the_last_trained_one_are_sent(path: Path, server: ReferenceServer):
+async def test_only_the_tokens_up_to_the_last_trained_one_are_sent(path, server):
     masks = [mask & (np.arange(len(mask)) < len(mask) - 1) for mask in BATCH.loss_masks]
     async with open_scorer("vllm", path) as scorer:
         await scorer.score(replace(BATCH, loss_masks=tuple(masks)))
@@ -157,18 +157,14 @@ def every(value: float, token: str = "") -> Callable[[list[Any]], Any]:
         ("sglang", lambda triples: []),
     ],
 )
-async def test_an_answer_without_the_log_probs_of_the_tokens_is_an_error(
-    kind: Any, spoil: Any, path: Path, server: ReferenceServer
-):
+async def test_an_answer_without_the_log_probs_of_the_tokens_is_an_error(kind, spoil, path, server):
     server.spoil = spoil
     async with open_scorer(kind, path) as scorer:
         with pytest.raises(ReplyError):
             await scorer.score(BATCH)
 
 
-async def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_an_error(
-    path: Path, server: ReferenceServer
-):
+async def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_an_error(path, server):
     async with open_scorer("vllm", path) as scorer:
         server.statuses = [503, 200, 500]
         assert len(await scorer.score(BATCH)) == len(BATCH)
@@ -177,7 +173,7 @@ async def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_an_error(
             await scorer.score(BATCH)
 
 
-async def test_what_cannot_be_scored_is_an_error_before_it_is_sent(path: Path, server: ReferenceServer):
+async def test_what_cannot_be_scored_is_an_error_before_it_is_sent(path, server):
     with pytest.raises(EngineError, match="401"):
         async with open_server_reference("http://reference:1", kind="vllm", vocab_size=259, api_key="wrong"):
             pass

@@ -24,17 +24,17 @@ from tests.unit.run_rows import write_block, write_rows
 class Page(HTMLParser):
     """Each tag with its attributes and what a script or style holds."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path):
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None], list[str]]] = []
         self.source = path.read_text(encoding="utf-8")
         self.feed(self.source)
         self.close()
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]):
         self.elements.append((tag, dict(attrs), []))
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data: str):
         if self.cdata_elem:
             self.elements[-1][2].append(data)
 
@@ -57,26 +57,26 @@ def of_rl(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path) -> Path:
     return write_run(tmp_path / "written")
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+def page(tmp_path_factory) -> Page:
     root = write_run(tmp_path_factory.mktemp("report") / "written")
     assert main(["report", str(root)]) == 0
     return Page(root / "report.html")
 
 
 @pytest.fixture
-def facts(page: Page) -> dict[str, Any]:
+def facts(page) -> dict[str, Any]:
     return page.data("report-data")["runs"][0]
 
 
 # --- the file -----------------------------------------------------------------------------------------------
 
 
-def test_texts_of_a_run_stay_texts(page: Page):
+def test_texts_of_a_run_stay_texts(page):
     sample = page.data("sample-data")[0][0]
     assert sample["prompt"][1]["content"] == f"What is 1 + 0? {NASTY}"
     assert sample["metadata"]["note"] == NASTY
@@ -84,7 +84,7 @@ def test_texts_of_a_run_stay_texts(page: Page):
     assert "\u2028" not in page.source
 
 
-def test_the_page_loads_nothing(page: Page):
+def test_the_page_loads_nothing(page):
     assert page.source.startswith("<!doctype html>")
     for tag, attributes, _ in page.elements:
         for name in {"src", "href", "action", "data", "srcset", "style"} & attributes.keys():
@@ -95,7 +95,7 @@ def test_the_page_loads_nothing(page: Page):
     assert not re.search(unwanted, "".join(page.code().values()))
 
 
-def test_the_policy_allows_the_styles_and_scripts_of_the_page_and_nothing_else(page: Page):
+def test_the_policy_allows_the_styles_and_scripts_of_the_page_and_nothing_else(page):
     (policy,) = (of["content"] for _, of, _ in page.elements if "http-equiv" in of)
     rules = dict(rule.strip().split(" ", 1) for rule in str(policy).split(";"))
     assert page.code().keys() == {"style", "script"}
@@ -106,7 +106,7 @@ def test_the_policy_allows_the_styles_and_scripts_of_the_page_and_nothing_else(p
     assert rules == dict.fromkeys(("default-src", "base-uri", "form-action"), "'none'")
 
 
-def test_a_run_is_told_in_numbers(facts: dict[str, Any]):
+def test_a_run_is_told_in_numbers(facts):
     assert (facts["name"], facts["state"]) == ("written", "finished")
     outcome = """{"stage": "rl", ">steps": 20, ">minutes": "0.7", ">reward first → last": "0.01 → 0.2",
         ">loss first → last": "1 → 0.05", ">groups dropped": 8, ">samples failed": 4}"""
@@ -116,7 +116,7 @@ def test_a_run_is_told_in_numbers(facts: dict[str, Any]):
     assert [row["eval/heldout/avg@1"] for row in facts["evaluations"]] == [0.02, 0.4]
 
 
-def test_phases_failures_and_messages_are_counted(facts: dict[str, Any]):
+def test_phases_failures_and_messages_are_counted(facts):
     phases = of_rl(facts["phases"])
     assert (phases["time/generate"], phases["time/step"]) == ([1.25] * 20, [2] * 20)
     (found,) = facts["failed"]
@@ -128,7 +128,7 @@ def test_phases_failures_and_messages_are_counted(facts: dict[str, Any]):
     assert facts["messages"] == [json.loads(text)]
 
 
-def test_secrets_of_the_settings_are_hidden(page: Page, facts: dict[str, Any]):
+def test_secrets_of_the_settings_are_hidden(page, facts):
     assert not re.search("hunter2|user:pass", page.source)
     settings = dict(facts["config"])
     assert settings["engine.password"] == "***"
@@ -136,7 +136,7 @@ def test_secrets_of_the_settings_are_hidden(page: Page, facts: dict[str, Any]):
     assert settings["rl.changes.1.at"] == "9"
 
 
-def test_several_runs_are_compared_and_a_path_that_cannot_be_written_is_named(tmp_path: Path):
+def test_several_runs_are_compared_and_a_path_that_cannot_be_written_is_named(tmp_path):
     runs = [write_run(tmp_path / str(lr) / "written", steps=2, lr=lr) for lr in (1e-3, 5e-3)]
     write_report(runs, tmp_path / "both.html")
     report = Page(tmp_path / "both.html").data("report-data")
@@ -145,7 +145,7 @@ def test_several_runs_are_compared_and_a_path_that_cannot_be_written_is_named(tm
         write_report(runs[:1], tmp_path / "missing" / "report.html")
 
 
-def test_a_run_that_has_begun_only_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_that_has_begun_only_has_a_report(tmp_path, capsys):
     (tmp_path / "config.toml").write_text('name = "begun"\n')
     facts = gather(tmp_path)[0]
     assert facts["state"] == "stopped"
@@ -159,7 +159,7 @@ def test_a_run_that_has_begun_only_has_a_report(tmp_path: Path, capsys: pytest.C
     assert str(tmp_path / "report.html") in capsys.readouterr().out
 
 
-def test_rows_of_an_earlier_attempt_are_left_out(run: Path):
+def test_rows_of_an_earlier_attempt_are_left_out(run):
     write_rows(run / "metrics.1.jsonl", head("rl", 20, attempt=2) | {"reward/mean": 0.9})
     facts = gather(run)[0]
     assert of_rl(facts["means"])["reward/mean"][-2:] == [0.19, 0.9]
@@ -169,7 +169,7 @@ def test_rows_of_an_earlier_attempt_are_left_out(run: Path):
 # --- samples ------------------------------------------------------------------------------------------------
 
 
-def test_a_report_stays_within_its_bytes_and_says_how_many_samples_it_shows(tmp_path: Path):
+def test_a_report_stays_within_its_bytes_and_says_how_many_samples_it_shows(tmp_path):
     root = write_run(tmp_path / "many", steps=150, per_step=8)
     facts, samples = gather(root, share=1 / 60)
     assert sum(len(text.encode()) for text in samples) <= 200_000
@@ -178,7 +178,7 @@ def test_a_report_stays_within_its_bytes_and_says_how_many_samples_it_shows(tmp_
     assert any(json.loads(text)["id"] == facts["messages"][0]["sample"] for text in samples)
 
 
-def test_samples_that_trained_have_their_advantage_share_and_tokens(run: Path):
+def test_samples_that_trained_have_their_advantage_share_and_tokens(run):
     arrays = json.loads(
         '{"tokens": [72, 105, 33], "mask": [0, 1, 1], "mu": [0, -1.0, -0.5], "log_prob": [0, -0.5, -0.5]}'
     )
@@ -196,7 +196,7 @@ def test_samples_that_trained_have_their_advantage_share_and_tokens(run: Path):
     assert re.search(said, " ".join(facts["notes"]))
 
 
-def test_values_are_counted_by_step_range_and_bin(tmp_path: Path):
+def test_values_are_counted_by_step_range_and_bin(tmp_path):
     names = ("step", "response_length", "policy_version")
     values = [(1, 0.0, 0), (1, 2.0, 2), (2, 2.0, 1), (9, None, 20)]
     rows = [{"id": "x", "weight_version_min": 0, **dict(zip(names, row, strict=True))} for row in values]
@@ -213,7 +213,7 @@ def test_values_are_counted_by_step_range_and_bin(tmp_path: Path):
     assert length["edges"] == [-0.5, 0.5, 1.5, 2.5]
 
 
-def test_a_curve_of_many_steps_has_few_points_and_an_envelope(tmp_path: Path):
+def test_a_curve_of_many_steps_has_few_points_and_an_envelope(tmp_path):
     facts, _ = gather(write_run(tmp_path / "long", steps=1000), share=1e-6)
     steps = of_rl(facts["axes"])["step"]
     assert (len(steps), steps[:2]) == (100, [1, 11])

@@ -4,7 +4,6 @@ starts anew.
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ ALONE = Launch(0, 1, 0, 1, "localhost", restart=0, run_id="job", agent="a")
 SPREAD = Launch(0, 4, 0, 2, "node-a", restart=0, run_id="job", agent="a")  # on two machines
 
 
-def use(run_dir: RunDir, launch: Launch, *, others: Iterable[str] = ()) -> None:
+def use(run_dir: RunDir, launch: Launch, *, others: Iterable[str] = ()):
     """A run of this launch has the directory, and its process ends."""
     restart, _ = choose_resume(run_dir, launch, asked=False)
     lock = lock_run_dir(run_dir)
@@ -38,7 +37,7 @@ def use(run_dir: RunDir, launch: Launch, *, others: Iterable[str] = ()) -> None:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
+def run_dir(tmp_path) -> RunDir:
     return RunDir(tmp_path / "run")
 
 
@@ -95,7 +94,7 @@ def test_a_launch_of_the_same_id_on_several_machines_is_refused_again_and_again(
 
 
 def test_a_launcher_is_known_by_its_directory_of_logs_in_every_attempt():
-    def find_agent(folder: str, attempt: int) -> str:
+    def find_agent(folder, attempt):
         error_file = f"/tmp/torchelastic_x/{folder}/attempt_{attempt}/0/error.json"
         return read_launch({"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_ERROR_FILE": error_file}).agent
 

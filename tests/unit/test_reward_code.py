@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs L
 
 
 @pytest.fixture(params=[True, False], ids=["namespaces", "limits"])
-def namespaces(request: pytest.FixtureRequest) -> bool:
+def namespaces(request) -> bool:
     """Hostile code meets both: all that this host isolates, and the limits alone."""
     if request.param and not describe_isolation().network:
         pytest.skip("this host lets this user have no namespaces")
@@ -35,9 +35,7 @@ def namespaces(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
+def leaves_nothing_behind(tmp_path_factory, monkeypatch) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("temporary")
     directory.chmod(0o755)
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
@@ -53,7 +51,7 @@ def code_processes() -> list[psutil.Process]:
     """Every process of this machine whose session was opened for a child of ours, by the descriptors and
     script in its command line.
     """
-    found: list[psutil.Process] = []
+    found = []
     for one in find_processes("code_child.py"):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
             if one.ppid() in (os.getpid(), 1):
@@ -61,17 +59,17 @@ def code_processes() -> list[psutil.Process]:
     return found
 
 
-def run(code: str, tests: Any = "pass", *, metadata: Any = None, **options: Any) -> RewardResult:
+def run(code: str, tests: Any = "pass", *, metadata: Any = None, **options) -> RewardResult:
     reward = make_code_reward(**{"limits": QUICK, "namespaces": True} | options)
     return reward(Sample(id="s", prompt="q", response=code, metadata={"tests": tests, **(metadata or {})}))
 
 
-def check(result: RewardResult, reward: float, note: str) -> None:
+def check(result: RewardResult, reward: float, note: str):
     """`note` is a regular expression that the note begins with, after any text."""
     assert result.reward == reward and re.search(note, result.note or ""), result
 
 
-def open_to_all(directory: Path) -> None:
+def open_to_all(directory: Path):
     """The code runs as another user, who must be let through to what it may import."""
     for one in (directory, *directory.parents):
         if one == Path(tempfile.gettempdir()) or one == one.parent:
@@ -120,7 +118,7 @@ import ctypes\nlibc = ctypes.CDLL(None) | assert libc.mount(b'none', b'/', None,
 import ctypes\nlibc = ctypes.CDLL(None) | assert libc.sethostname(b'x', 1) != 0 | | 1 |
 """)
 def test_the_share_of_passed_tests_is_the_reward_and_the_note_names_the_first_failure(
-    code: str, tests: str, entry_point: str, reward: float, note: str, namespaces: bool
+    code, tests, entry_point, reward: float, note, namespaces
 ):
     known: Any = {"CHECK": CHECK, "SUMS": SUMS}.get(tests, tests.split(" & "))
     known = printing(tests.removeprefix("-> ")) if "->" in tests else known
@@ -130,7 +128,7 @@ def test_the_share_of_passed_tests_is_the_reward_and_the_note_names_the_first_fa
     assert result.parts == {"passed": reward, "compiled": float(code != "def f(:")}
 
 
-def test_a_program_ends_as_programs_do_and_without_partial_all_tests_must_pass(namespaces: bool):
+def test_a_program_ends_as_programs_do_and_without_partial_all_tests_must_pass(namespaces):
     code = "import atexit, threading\natexit.register(print, 'c')\n"
     code += "threading.Thread(target=print, args=('a',)).start()\nprint('b')"
     threads = describe_isolation(namespaces=namespaces).network  # else it may start none
@@ -148,7 +146,7 @@ Text\n```\na\n```\n | a\n
 ```json\n{}\n``` | ```json\n{}\n```
 ```python title='x'\na\n``` | a\n
 """)
-def test_the_last_python_block_is_the_program(response: str, code: str):
+def test_the_last_python_block_is_the_program(response, code):
     assert extract_code(response.replace("\\n", "\n")) == code.replace("\\n", "\n")
 
 
@@ -164,7 +162,7 @@ null             | no metadata\['tests'\]
 [{"input": "1"}] | the texts 'input' and 'output'
 "assert ("       | is not Python
 """)
-def test_a_row_without_sound_tests_is_an_error(tests: Any, message: str):
+def test_a_row_without_sound_tests_is_an_error(tests: Any, message):
     with pytest.raises(DataError, match=message):
         run("x = 1", tests)
 
@@ -177,16 +175,14 @@ require = ["memory", "network"], namespaces = false | no isolation of network; r
 limits = 0             | limits.timeout_s=0; it must be a number above 0
 import_paths = ["relative"] | the absolute path of a directory that exists
 """)
-def test_bad_options_are_refused(options: dict, message: str):
+def test_bad_options_are_refused(options: dict, message):
     if "limits" in options:
         options["limits"] = Limits(timeout_s=options["limits"])
     with pytest.raises(ConfigError, match=message):
         make_code_reward(**options)
 
 
-def test_a_child_that_does_not_start_is_an_error_and_not_a_reward(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_child_that_does_not_start_is_an_error_and_not_a_reward(monkeypatch, tmp_path):
     describe_isolation()
     monkeypatch.setattr(code_module, "CHILD", tmp_path / "gone.py")
     message = "sample s: the child process that runs the code .* did not start: it ended with status 2"
@@ -194,7 +190,7 @@ def test_a_child_that_does_not_start_is_an_error_and_not_a_reward(
         run("x = 1")
 
 
-def test_a_child_isolated_less_than_described_does_not_run_the_code(monkeypatch: pytest.MonkeyPatch):
+def test_a_child_isolated_less_than_described_does_not_run_the_code(monkeypatch):
     claimed = Isolation(
         network=True, filesystem=False, processes=True, memory=True, user=True, privileges=True
     )
@@ -203,7 +199,7 @@ def test_a_child_isolated_less_than_described_does_not_run_the_code(monkeypatch:
         run("x = 1", namespaces=False)
 
 
-def test_directories_to_import_from_can_be_named(tmp_path: Path, namespaces: bool):
+def test_directories_to_import_from_can_be_named(tmp_path, namespaces):
     open_to_all(tmp_path)
     (tmp_path / "helper_of_test.py").write_text("value = 5")
     code = "import sys\nsys.dont_write_bytecode = True\nimport helper_of_test"
@@ -225,13 +221,13 @@ DEAF = (
 @pytest.mark.parametrize(
     "code", [LOOP, PATIENT_FORKS, CLOSES_ALL, DEAF], ids=["loop", "forks", "closes all", "deaf"]
 )
-def test_code_that_does_not_end_is_ended(code: str, namespaces: bool):
+def test_code_that_does_not_end_is_ended(code, namespaces):
     result = run(code, ["pass", "pass"], namespaces=namespaces, limits=Limits(timeout_s=0.3))
     check(result, 0.0, "^0 of 2 tests passed; test 0: it took longer than 0.3 s")
     assert result.parts == {"passed": 0.0, "compiled": 1.0}
 
 
-def test_output_without_end_is_cut(namespaces: bool):
+def test_output_without_end_is_cut(namespaces):
     limits = Limits(timeout_s=10.0, output_bytes=10_000)
     result = run("while True:\n    print('x' * 1000)", printing(""), namespaces=namespaces, limits=limits)
     check(result, 0.0, "it wrote more than 10000 bytes of output")
@@ -255,7 +251,7 @@ FORGERIES = {
 
 @pytest.mark.parametrize("code", FORGERIES.values(), ids=FORGERIES.keys())
 @pytest.mark.parametrize("tests", ["assert False", printing("7")], ids=["test", "program"])
-def test_a_test_that_did_not_pass_cannot_be_passed_by_saying_so(code: str, tests: Any, namespaces: bool):
+def test_a_test_that_did_not_pass_cannot_be_passed_by_saying_so(code, tests, namespaces):
     assert run(code, tests, namespaces=namespaces).reward == 0.0
 
 
@@ -268,7 +264,7 @@ def test_a_process_that_the_code_left_ends_with_it():
     check(run(code, "assert True"), float(isolated), "" if isolated else "BlockingIOError")
 
 
-def test_the_worker_cannot_be_killed(namespaces: bool):
+def test_the_worker_cannot_be_killed(namespaces):
     if not describe_isolation(namespaces=namespaces).processes:
         pytest.skip("this host does not isolate processes")
     code = (
@@ -280,7 +276,7 @@ def test_the_worker_cannot_be_killed(namespaces: bool):
 
 
 @cases("address: 127.0.0.1 0.0.0.0")
-def test_there_is_no_network(address: str):
+def test_there_is_no_network(address):
     if not describe_isolation().network:
         pytest.skip("this host gives no network of its own")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -291,7 +287,7 @@ def test_there_is_no_network(address: str):
             server.accept()
 
 
-def test_files_outside_are_neither_seen_nor_changed(tmp_path: Path, namespaces: bool):
+def test_files_outside_are_neither_seen_nor_changed(tmp_path, namespaces):
     secret = tmp_path / "secret"
     secret.write_text("x")
     secret.chmod(0o600)
@@ -309,7 +305,7 @@ def test_files_outside_are_neither_seen_nor_changed(tmp_path: Path, namespaces: 
     assert not (tmp_path / "new").exists() and not Path("/etc/new").exists()
 
 
-def test_descriptors_of_the_worker_stay_with_it(tmp_path: Path, namespaces: bool):
+def test_descriptors_of_the_worker_stay_with_it(tmp_path, namespaces):
     look = "    try:\n        os.fstat(fd)\n        open_ones.append(fd)\n    except OSError:\n        pass"
     code = f"import os\nopen_ones = []\nfor fd in range(64):\n{look}"
     with (tmp_path / "open").open("w") as file:
@@ -329,7 +325,7 @@ def test_threads_may_be_used_up_to_a_number():
     check(run(code.format(100)), 0.0, "can't start new thread")
 
 
-def test_the_code_ends_with_a_worker_that_is_killed(tmp_path: Path, namespaces: bool):
+def test_the_code_ends_with_a_worker_that_is_killed(tmp_path, namespaces):
     """The code holds one end of a pipe open: reading it waits first for the code to run and then for the last
     of its processes to end.
     """

@@ -3,7 +3,6 @@
 import sys
 import threading
 from fractions import Fraction
-from typing import Any
 
 import pytest
 
@@ -102,7 +101,7 @@ number | text
 - | 5 ####
 - | 1/0
 """)
-def test_the_final_number_of_a_text(number: str, text: str):
+def test_the_final_number_of_a_text(number, text):
     assert find_final_number(text) == (None if number == "-" else Fraction(number))
 
 
@@ -155,7 +154,7 @@ B | A: wrong\nthe answer is B
 - | A. Paris\nB. London
 - |
 """)
-def test_a_choice_is_found_or_not(letter: str, text: str):
+def test_a_choice_is_found_or_not(letter, text):
     choice = find_choice(text.replace("\\n", "\n"))
     assert (choice.letter or "-") == letter, choice
     assert bool(choice.why) == (letter == "-")
@@ -171,13 +170,13 @@ EQUALITY = [
 
 
 @pytest.mark.parametrize(("equal", "answer", "response"), EQUALITY)
-def test_equal_and_unequal_formulas(equal: float, answer: Any, response: str):
+def test_equal_and_unequal_formulas(equal: float, answer, response):
     found = math_match(sample_of(response, answer=answer))
     assert found == RewardResult(equal, {"math": equal, "parsed": 1.0})
 
 
 @pytest.mark.parametrize("response", ["", "I do not know.", r"4 \boxed{", r"4, thus \boxed{\frac{}"])
-def test_a_response_without_formula_is_0_with_a_note(response: str):
+def test_a_response_without_formula_is_0_with_a_note(response):
     result = math_match(sample_of(response, answer="x^2"))
     assert result.reward == 0.0
     assert result.parts["math"] == 0.0
@@ -191,15 +190,15 @@ def test_a_response_that_repeats_itself_is_read_in_time():
     assert make_math_reward(timeout_s=5)(sample_of("1 " * 50_000, answer="2")).reward == 0.0
 
 
-def test_what_takes_too_long_or_fails_is_an_error_and_not_a_reward(monkeypatch: pytest.MonkeyPatch):
+def test_what_takes_too_long_or_fails_is_an_error_and_not_a_reward(monkeypatch):
     import math_verify.grader
     import math_verify.parser
 
-    def endless(*_: Any, **__: Any) -> Any:
+    def endless(*_, **__):
         while True:
             pass
 
-    def broken(*_: Any, **__: Any) -> bool:
+    def broken(*_, **__):
         raise TypeError("oops")
 
     sample = sample_of("slow 1", answer="2")
@@ -223,9 +222,9 @@ def test_what_takes_too_long_or_fails_is_an_error_and_not_a_reward(monkeypatch: 
 
 
 def test_formulas_are_compared_only_where_their_time_can_be_limited():
-    raised: list[Exception] = []
+    raised = []
 
-    def compare() -> None:
+    def compare():
         try:
             math_match(sample_of("1", answer="1"))
         except ConfigError as error:
@@ -240,9 +239,7 @@ def test_formulas_are_compared_only_where_their_time_can_be_limited():
 @pytest.mark.parametrize(
     ("reward", "package"), [(fuzzy_match, "rapidfuzz.distance"), (math_match, "math_verify")]
 )
-def test_a_missing_library_is_named_with_its_extra(
-    reward: Any, package: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_missing_library_is_named_with_its_extra(reward, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     with pytest.raises(ConfigError, match=r"pip install 'rollouts-rl\[rewards\]'"):
         reward(sample_of("1", answer="1"))

@@ -28,7 +28,7 @@ from rollouts.types import RewardResult, Sample
 from tests.support.text_tables import cases
 
 
-def sample_of(response: str, *, num_tokens: int = 0, **metadata: Any) -> Sample:
+def sample_of(response: str, *, num_tokens: int = 0, **metadata) -> Sample:
     """A sample of two prompt tokens and `num_tokens` that train."""
     mask = [0, 0] + [1] * num_tokens
     return Sample(
@@ -143,7 +143,7 @@ first | ["<answer>1</answer><answer>2</answer>", "1", 1]
 only | ["<answer>2</answer><answer>2</answer>", "2", 0]
 apples | ["3 pears, 2 apples, 9 plums", 2, 1]
 """)
-def test_what_a_reward_counts(reward: str, case: Any):
+def test_what_a_reward_counts(reward, case: Any):
     response, answer, expected = case
     result = find(reward)(sample_of(response, answer=answer))
     assert result.reward == pytest.approx(expected, abs=1e-11)
@@ -169,14 +169,14 @@ multiple_choice_match | I pick A or B | THIRD | choice = 0, chosen = 0 | ambiguo
 multiple_choice_match | A. x\nB. y | THIRD | choice = 0, chosen = 0 | ambiguous: lines begin with A, B
 """.replace("THIRD", 'answer = 2, choices = ["x", "y", "z"]')
 )
-def test_parts_and_notes_say_why(reward: str, response: str, row: dict, parts: dict, note: str):
+def test_parts_and_notes_say_why(reward, response, row: dict, parts: dict, note):
     """The first part is the reward."""
     sample = sample_of(response.replace("\\n", "\n"), **row)
     assert find(reward)(sample) == RewardResult(next(iter(parts.values())), parts, note or None)
 
 
 def test_what_was_extracted_keeps_tokens_and_metadata():
-    seen: list[Sample] = []
+    seen = []
     reward = make_extracted(lambda sample: seen.append(sample) or 0.5)
     assert reward(sample_of("<answer>x</answer>", num_tokens=3, answer="x")) == RewardResult(
         0.5, {"extracted": 1.0}
@@ -242,7 +242,7 @@ math_match | answer = "0/0" | which holds no formula that can be read
 math_match | answer = '\frac{1}{0}' | which holds no formula that can be read
 math_match | answer = ["1", "???"] | which holds no formula that can be read
 """)
-def test_a_row_that_cannot_be_judged_is_an_error_and_not_a_wrong_answer(reward: str, row: dict, message: str):
+def test_a_row_that_cannot_be_judged_is_an_error_and_not_a_wrong_answer(reward, row: dict, message):
     with pytest.raises(DataError, match=message):
         find(reward)(sample_of("1", **row))
 
@@ -271,7 +271,7 @@ weigh_nothing | a = 1.0 | there are the parts \(none\)
 weigh_exact | b = 1.0 | 'b' is weighted but not there
 weigh_exact | a = nan | a weight is a finite number
 """)
-def test_options_that_make_no_sense_are_refused(make: str, options: dict, message: str):
+def test_options_that_make_no_sense_are_refused(make, options: dict, message):
     with pytest.raises(ConfigError, match=message):
         find(make)(**options)
 
@@ -290,7 +290,7 @@ async def asynchronous(sample: Sample) -> float:
         ({"a": asynchronous}, "a function that is not async"),
     ],
 )
-def test_components_that_make_no_sense_are_refused(rewards: Any, message: str):
+def test_components_that_make_no_sense_are_refused(rewards, message):
     with pytest.raises(ConfigError, match=message):
         combine_rewards(rewards)
 

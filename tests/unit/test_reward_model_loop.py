@@ -36,12 +36,12 @@ CENTRING = 0.05
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_path(tmp_path_factory) -> Path:
     """A small reward model with a random head."""
     return plain_backend.save_scalar("llama", tmp_path_factory.mktemp("scalar"))
 
 
-def config_of(**changes: Any) -> RewardModelTrainingConfig:
+def config_of(**changes) -> RewardModelTrainingConfig:
     return RewardModelTrainingConfig.model_validate({"data": DATA, "steps": 3, "batch_size": 4, **changes})
 
 
@@ -50,12 +50,12 @@ def open_backend(path: Path) -> AbstractAsyncContextManager[Any]:
 
 
 async def train(
-    backend: Any,
+    backend,
     samples: Sequence[PreferenceSample],
     config: RewardModelTrainingConfig,
     logger: Any = None,
     of_scores: Any = None,
-    **loop: Any,
+    **loop,
 ):
     loss = on_thread(backend.device_thread.submit, of_scores or make_score_loss(CENTRING))
     return await run_reward_model_training(
@@ -63,20 +63,20 @@ async def train(
     )
 
 
-def score(model: Any, tokens: Any) -> Tensor:
+def score(model, tokens) -> Tensor:
     """What transformers says of the whole sequence."""
     return model(input_ids=torch.from_numpy(np.asarray(tokens))[None]).logits[0, 0]
 
 
 async def train_both(
-    path: Path, samples: Sequence[PreferenceSample], plain_loss: Any, of_scores: Any = None, **changes: Any
+    path: Path, samples: Sequence[PreferenceSample], plain_loss, of_scores: Any = None, **changes
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights after three steps, ours and those of plain autograd on the mean of this loss of a sample, whose
     losses are the same.
     """
     plain, mixture = AutoModelForSequenceClassification.from_pretrained(path).eval(), make_mixture(samples)
 
-    def loss_of(model: Any, step: int) -> Tensor:
+    def loss_of(model, step: int) -> Tensor:
         return torch.stack([plain_loss(model, one) for one in select_samples(mixture, 4, step, 7)]).mean()
 
     losses = train_plainly(plain, loss_of, 3)
@@ -88,7 +88,7 @@ async def train_both(
 
 
 async def test_three_steps_are_those_of_plain_autograd_with_margins_and_centring(model_path):
-    def plain_loss(model: Any, sample: PreferenceSample) -> Tensor:
+    def plain_loss(model, sample):
         good, bad = (score(model, row.token_ids) for row in sample.rows)
         return -logsigmoid(good - bad - sample.margin) + CENTRING * (good + bad) ** 2
 
@@ -103,7 +103,7 @@ async def test_steps_on_scores_are_those_of_plain_autograd(model_path):
     std = np.sqrt(35 / 12)
     assert measure_scores(samples) == pytest.approx((2.5, std))
 
-    def plain_loss(model: Any, sample: PreferenceSample) -> Tensor:
+    def plain_loss(model, sample):
         return (score(model, sample.rows[0].token_ids) - (sample.margin - 2.5) / std).square()
 
     loss = make_regression_loss(*measure_scores(samples))

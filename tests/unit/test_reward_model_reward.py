@@ -22,7 +22,7 @@ def make_sample(tokens: list[int], mask: list[int], sample_id: str = "a") -> Sam
 class LastTokenScorer:
     """Scores a row by its last token before the added one, and notes how many rows each call had."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.rows: list[int] = []
         self.go = trio.Event()
         self.error: Exception | None = None
@@ -49,7 +49,7 @@ def test_a_reward_model_reads_up_to_the_last_sampled_token():
 async def test_calls_that_wait_together_are_one_batch_and_each_gets_its_own_score():
     scorer, rewards = LastTokenScorer(), {}
 
-    async def ask(name: str, token: int) -> None:
+    async def ask(name, token):
         rewards[name] = await call_reward(reward, make_sample([1, token, 2], [0, 1, 0], name))
 
     async with open_model_reward(scorer) as reward, trio.open_nursery() as nursery:
@@ -85,7 +85,7 @@ async def test_what_the_model_raises_is_raised_and_the_next_call_is_served_unles
 async def test_a_caller_that_is_cancelled_leaves_the_others_their_scores():
     scorer, rewards = LastTokenScorer(), []
 
-    async def ask() -> None:
+    async def ask():
         rewards.append((await call_reward(reward, make_sample([1, 9], [0, 1]))).reward)
 
     async with open_model_reward(scorer) as reward, trio.open_nursery() as nursery:
@@ -101,13 +101,13 @@ async def test_model_and_rule_add_up_and_keep_their_parts():
     scorer = LastTokenScorer()
     scorer.go.set()
 
-    def number(sample: Sample) -> float:
+    def number(sample):
         return 0.5
 
-    def parts(sample: Sample) -> RewardResult:
+    def parts(sample):
         return RewardResult(0.75, {"format": 0.25, "exact": 0.5}, "a note")
 
-    def clash(sample: Sample) -> RewardResult:
+    def clash(sample):
         return RewardResult(1.0, {"reward_model": 1.0})
 
     sample = make_sample([1, 3], [0, 1])

@@ -90,7 +90,7 @@ async def open_workers(*, count: int = 1, timeout_s: float = 20.0) -> AsyncItera
 
 
 async def test_a_function_is_called_by_name_in_a_process_without_secrets_or_input(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     monkeypatch.setenv("MY_API_KEY", "abc")
     async with open_workers() as workers:
@@ -137,13 +137,13 @@ async def test_a_sample_arrives_as_it_was_and_a_group_is_scored_together():
 # --- hostile functions ---
 
 
-async def check_rest(workers: Workers) -> None:
+async def check_rest(workers: Workers):
     """The next sample is scored, by one worker, for there was one call at a time; it has two guards."""
     assert (await score(workers, "good")).reward == 3.0
     await wait_until(lambda: len(find_descendants()) == 3)
 
 
-async def check_fails(workers: Workers, name: str, kind: type[Exception], named: str, message: str) -> None:
+async def check_fails(workers: Workers, name: str, kind: type[Exception], named: str, message: str):
     where = f"(?s)^reward function {name} on sample g0-s0 {message}"
     with pytest.raises(kind, match=where) as caught:
         await score(workers, name)
@@ -169,7 +169,7 @@ async def test_functions_that_do_not_end_are_killed_with_all_that_they_started()
         await check_rest(workers)
 
 
-async def test_a_chain_of_processes_that_fork_and_end_is_killed_whole(tmp_path: Path):
+async def test_a_chain_of_processes_that_fork_and_end_is_killed_whole(tmp_path):
     """One by one they cannot be: whoever is found has a successor by then. They went on for ever, each core
     at its limit.
     """
@@ -179,7 +179,7 @@ async def test_a_chain_of_processes_that_fork_and_end_is_killed_whole(tmp_path: 
             await score(workers, "forks_for_ever", replace(SAMPLE, metadata={"path": str(note)}))
         group = int(note.read_text())
 
-        def is_gone() -> bool:
+        def is_gone():
             try:
                 os.killpg(group, 0)
             except ProcessLookupError:
@@ -189,7 +189,7 @@ async def test_a_chain_of_processes_that_fork_and_end_is_killed_whole(tmp_path: 
         await wait_until(is_gone)
 
 
-async def test_neither_waiting_for_a_worker_nor_importing_is_time_of_the_function(tmp_path: Path):
+async def test_neither_waiting_for_a_worker_nor_importing_is_time_of_the_function(tmp_path):
     (tmp_path / "slow.py").write_text("import time; time.sleep(1.2)\ndef reward(sample): return 1.0")
     async with open_workers(timeout_s=0.9) as workers:
         async with trio.open_nursery() as nursery:
@@ -211,7 +211,7 @@ async def test_a_cancelled_call_kills_its_worker_and_a_call_after_closing_says_s
         await score(workers, "good")
 
 
-async def test_workers_that_cannot_start_say_so(monkeypatch: pytest.MonkeyPatch):
+async def test_workers_that_cannot_start_say_so(monkeypatch):
     monkeypatch.setattr(workers_module, "BACK_OFF_S", 0.001)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     said = "a worker process was killed with its guard"
@@ -237,7 +237,7 @@ def reward(sample):
 """
 
 
-async def test_bytes_that_wait_before_a_call_cost_the_worker_and_not_the_sample(tmp_path: Path):
+async def test_bytes_that_wait_before_a_call_cost_the_worker_and_not_the_sample(tmp_path):
     (tmp_path / "late.py").write_text(LATE)
     async with open_workers() as workers:
         assert (await score(workers, "late.py:reward", directory=tmp_path)).reward == 1.0
@@ -257,7 +257,7 @@ lowers_limit
 leaves_thread
 replaces_stdout
 """)
-async def test_what_a_call_leaves_behind_does_not_reach_the_next_sample(name: str):
+async def test_what_a_call_leaves_behind_does_not_reach_the_next_sample(name):
     async with open_workers() as workers:
         before = (await score(workers, "shows_process")).note
         assert (await score(workers, name)).reward == 1.0, "its answer stands"
@@ -265,7 +265,7 @@ async def test_what_a_call_leaves_behind_does_not_reach_the_next_sample(name: st
         assert (workers.statistics()["failed"], workers.statistics()["workers_started"]) == (0, 2)
 
 
-async def test_a_file_that_is_edited_during_a_run_gives_no_mixture_of_rewards(tmp_path: Path):
+async def test_a_file_that_is_edited_during_a_run_gives_no_mixture_of_rewards(tmp_path):
     path = tmp_path / "r.py"
     old = "import os\ndef reward(sample): return 1.0 if sample.response != 'die' else os._exit(1)"
     path.write_text(old)
@@ -285,7 +285,7 @@ async def test_a_file_that_is_edited_during_a_run_gives_no_mixture_of_rewards(tm
 
 
 async def test_a_part_without_its_weight_fails_the_sample_and_not_the_run():
-    async def in_the_trainer(sample: Sample) -> dict[str, float]:
+    async def in_the_trainer(sample):
         return {"a": 2.0}
 
     reward: Any = weigh(in_the_trainer, RolloutConfig(reward_weights={"a": 1.0, "b": 1.0}))

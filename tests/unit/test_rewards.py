@@ -43,10 +43,10 @@ CALLS: dict[str, tuple[Any, str]] = {
 }
 
 
-def answering(value: Any, takes_s: float = 0.0):
+def answering(value, takes_s: float = 0.0):
     """An async function that gives `value`, or raises it."""
 
-    async def user(*arguments: Any) -> Any:
+    async def user(*arguments) -> Any:
         if takes_s:
             await trio.sleep(takes_s)
         if isinstance(value, BaseException):
@@ -139,9 +139,7 @@ NO_ANSWERS: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "value", "message"), NO_ANSWERS)
-async def test_what_is_no_answer_is_an_error_that_names_function_and_sample(
-    kind: str, value: Any, message: str
-):
+async def test_what_is_no_answer_is_an_error_that_names_function_and_sample(kind, value, message):
     ask, where = CALLS[kind]
     with pytest.raises(UserFunctionError, match=f"^{where}.* {message}"):
         await ask(answering(value))
@@ -196,7 +194,7 @@ changed                              | message
 {"weight_versions": [-1, -1, -1]}    | weight_versions hold \[-1\] .* and the trainer is at 3
 {"weight_versions": [-1, -1, 4]}     | weight_versions hold \[4\] .* and the trainer is at 3
 """)
-async def test_a_generated_sample_that_cannot_train_is_an_error_of_its_function(changed: Any, message: str):
+async def test_a_generated_sample_that_cannot_train_is_an_error_of_its_function(changed: Any, message):
     fields = TRAINED | changed
     answer = answering([SAMPLE, Sample(id="a", prompt="x", status=Status.COMPLETED, **fields)])
     expected = pytest.raises(UserFunctionError, match=f"^generate function user on sample g0-s0 .*{message}")
@@ -205,10 +203,10 @@ async def test_a_generated_sample_that_cannot_train_is_an_error_of_its_function(
 
 
 @pytest.mark.parametrize("left", [{1, 2}, math.nan, 10**5000, object()], ids=["set", "nan", "long", "object"])
-async def test_what_a_function_leaves_in_a_sample_and_no_file_can_hold_is_its_error(left: Any):
+async def test_what_a_function_leaves_in_a_sample_and_no_file_can_hold_is_its_error(left):
     meddled = replace(SAMPLE, metadata={})
 
-    def meddle(*arguments: Any) -> Any:
+    def meddle(*arguments):
         meddled.metadata["left"] = left  # type: ignore[index]
         return meddled
 
@@ -243,12 +241,12 @@ class CallableReward:
     ],
     ids=["sync", "partial", "object", "sync that returns an awaitable"],
 )
-async def test_async_functions_run_where_they_are_and_others_in_a_thread(function: Any, reward: float):
+async def test_async_functions_run_where_they_are_and_others_in_a_thread(function, reward: float):
     assert (await call_reward(function, SAMPLE)).reward == reward
 
 
 async def test_an_exception_inside_a_nursery_is_named_itself_and_kept_as_the_cause():
-    async def reward(sample: Sample) -> float:
+    async def reward(sample):
         async with trio.open_nursery():
             raise KeyError("solution")
 
@@ -283,7 +281,7 @@ TWO = BaseExceptionGroup("two", [SystemExit(1), KeyError("a")])
     "error", [SystemExit(3), GeneratorExit(), TWO, Silent()], ids=lambda error: type(error).__name__
 )
 @pytest.mark.parametrize("kind", CALLS)
-async def test_a_function_that_wants_to_end_the_run_fails_its_own_sample(kind: str, error: BaseException):
+async def test_a_function_that_wants_to_end_the_run_fails_its_own_sample(kind, error: BaseException):
     ask, where = CALLS[kind]
     with pytest.raises(UserFunctionError, match=f"^{where} raised"):
         await ask(answering(error))
@@ -302,7 +300,7 @@ kind   | value
 reward | 1.0
 filter | true
 """)
-async def test_a_function_that_takes_too_long_has_not_answered(autojump_clock, kind: str, value: Any):
+async def test_a_function_that_takes_too_long_has_not_answered(autojump_clock, kind, value: Any):
     ask, where = CALLS[kind]
     slow = answering(value, takes_s=31)
     await ask(slow, timeout_s=32)
@@ -312,7 +310,7 @@ async def test_a_function_that_takes_too_long_has_not_answered(autojump_clock, k
 
 
 async def test_a_reward_that_ignores_its_deadline_and_answers_is_late_all_the_same(autojump_clock):
-    async def stubborn(sample: Sample) -> float:
+    async def stubborn(sample):
         with contextlib.suppress(trio.Cancelled):
             await trio.sleep_forever()
         return 1.0
@@ -322,7 +320,7 @@ async def test_a_reward_that_ignores_its_deadline_and_answers_is_late_all_the_sa
 
 
 async def test_cancellation_inside_a_group_of_errors_passes_through(autojump_clock):
-    async def reward(sample: Sample) -> float:
+    async def reward(sample):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trio.sleep_forever)
             try:
@@ -335,11 +333,11 @@ async def test_cancellation_inside_a_group_of_errors_passes_through(autojump_clo
     assert scope.cancelled_caught
 
 
-async def test_hung_calls_do_not_keep_the_places_of_others(monkeypatch: pytest.MonkeyPatch):
+async def test_hung_calls_do_not_keep_the_places_of_others(monkeypatch):
     let_go = threading.Event()
     monkeypatch.setattr(call, "USER_THREADS", 2)
 
-    async def expect_timeout() -> None:
+    async def expect_timeout():
         with pytest.raises(RewardTimeout):
             await call_reward(lambda sample: let_go.wait(30), SAMPLE, timeout_s=0.05)
 
@@ -357,21 +355,21 @@ async def test_hung_calls_do_not_keep_the_places_of_others(monkeypatch: pytest.M
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+def clock(monkeypatch) -> Callable[[float], None]:
     """Lets seconds pass for who watches the event loop."""
     now = [0.0]
     monkeypatch.setattr(call.time, "perf_counter", lambda: now[0])
     return lambda seconds: now.__setitem__(0, now[0] + seconds)
 
 
-async def test_async_functions_that_block_the_event_loop_are_named_once(clock: Callable[[float], None]):
-    async def user(*arguments: Any) -> Any:
+async def test_async_functions_that_block_the_event_loop_are_named_once(clock):
+    async def user(*arguments):
         await trio.lowlevel.checkpoint()
         clock(0.2)
         await trio.lowlevel.checkpoint()
         return [1.0, 1.0]
 
-    said: list[str] = []
+    said = []
     with watch_blocking(said.append):
         for kind in ("group", "generate", "group"):
             with contextlib.suppress(UserFunctionError):
@@ -382,17 +380,17 @@ async def test_async_functions_that_block_the_event_loop_are_named_once(clock: C
     ]
 
 
-async def test_waiting_and_the_time_of_other_tasks_are_not_blocking(clock: Callable[[float], None]):
-    async def waits(sample: Sample) -> float:
+async def test_waiting_and_the_time_of_other_tasks_are_not_blocking(clock):
+    async def waits(sample):
         clock(0.09)
         await trio.testing.wait_all_tasks_blocked()
         clock(0.09)
         return 1.0
 
-    async def somebody_else() -> None:
+    async def somebody_else():
         clock(5.0)
 
-    said: list[str] = []
+    said = []
     with watch_blocking(said.append):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(call_reward, waits, SAMPLE)

@@ -141,7 +141,7 @@ def test_a_controller_moves_the_coefficient_of_the_next_step():
     config = rl_config(kl_coef=0.1, kl_control="proportional(target=2, horizon=100)")
     state, control = LoopState(config.kl_coef), make_kl_control(config)
     batch = batch_of([0.0] * 50)
-    seen: list[float] = []
+    seen = []
     for step, kl in enumerate([4.0, 1.9, math.nan], start=1):
         algorithm = choose_algorithm(config, step, state)
         seen.append(algorithm.settings.kl_coef)

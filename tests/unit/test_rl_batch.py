@@ -22,7 +22,7 @@ from rollouts.losses import LOSSES, find_own_unit
 from rollouts.preflight.checks import check_loss, check_losses
 from rollouts.preflight.findings import Findings
 from rollouts.testing.fakes import open_fake_backend
-from rollouts.types import FloatArray, RolloutBatch, Sample, Status
+from rollouts.types import RolloutBatch, Sample, Status
 from tests.support.text_tables import cases
 from tests.unit.test_loops import rl_config
 
@@ -124,7 +124,7 @@ def test_every_advantage_of_the_table_works_by_its_name():
 def test_with_a_critic_the_batch_gets_returns_and_the_kl_term_goes_on_each_token():
     # one row: mask 0 1 1, lp −1 and −2, ref −1.5 and −3, β = .1: token rewards −.05 and 1 − .1; V = .5 and
     # .25
-    def row(*values: float) -> tuple[FloatArray, ...]:
+    def row(*values):
         return (np.asarray(values, np.float32),)
 
     batch = dataclasses.replace(
@@ -167,7 +167,7 @@ def test_reinforce_pp_by_token_answers_for_the_kl_of_a_token_and_of_those_after_
 
 
 def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters():
-    def by_token(inputs, *, scale: float):
+    def by_token(inputs, *, scale):
         return [np.asarray([9.0, scale, 2 * scale]) * reward for reward in inputs.rewards]
 
     config = rl_config(advantage="m:by_token", advantage_params={"scale": 0.5})
@@ -213,7 +213,7 @@ loss_params = { dual_clip = 0.5 } | dual_clip=0\.5 is outside its range
 loss_params = { kl_importance = "false" } | kl_importance='false' must be a boolean
 loss = "gspo", loss_params = { clip_low = "wide" } | loss 'gspo' fails with .*'clip_low': 'wide'.*: TypeError
 """)
-def test_a_loss_that_could_never_take_a_step_is_refused_before_the_run(changes: dict, message: str):
+def test_a_loss_that_could_never_take_a_step_is_refused_before_the_run(changes: dict, message):
     config = rl_config(**changes)
     with pytest.raises(ConfigError, match=message):
         check_loss(config)

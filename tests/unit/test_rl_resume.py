@@ -70,7 +70,7 @@ async def run(model: Path, config: RLTrainingConfig) -> tuple[list[dict[str, flo
             policy_version=lambda: backend.weight_version, max_staleness=0,
         )  # fmt: skip
 
-        async def sync(backend: Any, engines: Sequence[Any], version: int) -> Mapping[str, float]:
+        async def sync(backend, engines: Sequence[Any], version: int) -> Mapping[str, float]:
             return {}
 
         rows = await run_rl_training(
@@ -92,7 +92,7 @@ async def test_updates_beyond_the_kl_limit_change_no_weight_and_the_run_goes_on(
     """A rate of 10 wrecks the model at once: all is undone, and the weights end as with a rate of 0. What no
     update exceeds changes no bit.
     """
-    model, found = resolve_model("tiny:byte", seed=1), list[Any]()
+    model, found = resolve_model("tiny:byte", seed=1), []
     for rate, kl_limit in ((lr, limit), (trained_lr, 0.0)):
         changes = {"steps": 3, "kl_limit": kl_limit, "optim": OptimConfig.model_construct(lr=rate)}
         found.append(await run(model, CONFIG.model_copy(update=changes)))

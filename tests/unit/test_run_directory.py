@@ -107,8 +107,8 @@ def test_a_disk_without_room_for_the_holders_name_is_locked_all_the_same(tmp_pat
     os.close(descriptor)
 
 
-def refuse_with(monkeypatch: pytest.MonkeyPatch, owner: ModuleType, name: str, number: int) -> None:
-    def refuse(*_args: object) -> None:
+def refuse_with(monkeypatch: pytest.MonkeyPatch, owner: ModuleType, name: str, number: int):
+    def refuse(*_args: object):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(owner, name, refuse)
@@ -140,9 +140,7 @@ def test_a_directory_that_holds_only_a_lock_is_empty(tmp_path):
         check_run_dir(run_dir, config, resume=False)
 
 
-def test_who_only_asks_whether_a_run_is_at_work_keeps_none_from_starting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_who_only_asks_whether_a_run_is_at_work_keeps_none_from_starting(tmp_path, monkeypatch):
     run_dir = RunDir(tmp_path)
     asking = os.open(run_dir.lock, os.O_RDONLY | os.O_CREAT)
     fcntl.flock(asking, fcntl.LOCK_SH)
@@ -157,7 +155,7 @@ def test_who_only_asks_whether_a_run_is_at_work_keeps_none_from_starting(
 # --- whether a run is at work -------------------------------------------------------------------------------
 
 
-def test_a_run_is_at_work_here_while_its_lock_is_held(tmp_path: Path):
+def test_a_run_is_at_work_here_while_its_lock_is_held(tmp_path):
     run_dir, host = RunDir(tmp_path), socket.gethostname()
     descriptor = lock_run_dir(run_dir)
     assert find_activity(run_dir) == ("running", host, False)
@@ -169,7 +167,7 @@ def test_a_run_is_at_work_here_while_its_lock_is_held(tmp_path: Path):
     assert describe_activity(find_activity(run_dir)) == "stopped"
 
 
-def test_a_lock_of_another_machine_that_is_not_seen_proves_nothing_until_there_is_a_summary(tmp_path: Path):
+def test_a_lock_of_another_machine_that_is_not_seen_proves_nothing_until_there_is_a_summary(tmp_path):
     run_dir = RunDir(tmp_path)
     run_dir.lock.write_text(json.dumps({"pid": 7, "host": "no\x1b[2Jde3"}))
     assert find_activity(run_dir).host == "no\\x1b[2Jde3"
@@ -188,7 +186,7 @@ holder            | elsewhere
 {"host": "node3"} | yes
 """)
 def test_without_locks_a_run_may_be_at_work_until_it_has_a_summary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str, elsewhere: bool
+    tmp_path, monkeypatch, holder, elsewhere: bool
 ):
     run_dir = RunDir(tmp_path)
     refuse_with(monkeypatch, fcntl, "flock", errno.ENOSYS)

@@ -19,16 +19,14 @@ from tests.support.recorded_writes import record_writes
 from tests.support.text_tables import cases
 
 
-def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_the_call_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_the_call_returns(tmp_path, monkeypatch):
     calls = record_writes(monkeypatch, "replace")
     write_atomically(tmp_path / "config.toml", "a = 1\n")
     assert calls == ["fsync .tmp-config.toml", "replace config.toml", f"fsync {tmp_path.name}"]
     assert (tmp_path / "config.toml").read_text() == "a = 1\n"
 
 
-def test_a_file_that_cannot_be_synced_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_that_cannot_be_synced_leaves_the_old_one(tmp_path, monkeypatch):
     write_atomically(tmp_path / "config.toml", "a = 1\n")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     with pytest.raises(StorageError, match=r"config\.toml cannot be written .*Input/output error"):
@@ -62,7 +60,7 @@ attempt | trained | counts | …
 3 | 1:4 2:3 2:4     | yes    | evaluated at the start of attempt 3
 """)
 def test_an_evaluation_counts_unless_its_step_was_trained_again_since(
-    tmp_path: Path, attempt: str, trained: str, counts: bool
+    tmp_path, attempt, trained, counts: bool
 ):
     run_dir = RunDir(tmp_path)
     run: Any = SimpleNamespace(run_dir=run_dir, rows=SimpleNamespace(held_out=["a prompt"]))
@@ -87,13 +85,13 @@ newest   | trains | served
 null     | yes    | trainer's 0
 """)
 async def test_the_engine_is_only_as_old_as_it_was_saved_where_steps_follow(
-    newest: Any, trains: bool, served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    newest: Any, trains: bool, served, tmp_path, monkeypatch
 ):
     """A run that was cut between two updates may be resumed with the steps it has: they are evaluated."""
-    synced: list[str] = []
+    synced = []
 
-    def record(kind: str, *, answer: bool | None = None):
-        async def sync(*arguments: Any) -> bool | None:
+    def record(kind, *, answer=None):
+        async def sync(*arguments):
             synced.append(f"{kind} {arguments[-1]}")
             return answer
 

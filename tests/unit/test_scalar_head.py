@@ -4,7 +4,6 @@ process.
 
 import dataclasses
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,13 @@ def causal() -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def scalar(causal: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def scalar(causal, tmp_path_factory) -> dict[str, Path]:
     """Directories of the same models with a random scalar head."""
     folder = tmp_path_factory.mktemp("scalar")
     return {kind: save_scalar(kind, folder / kind) for kind in causal}
 
 
-def open_backend(path: Path, **options: Any) -> Any:
+def open_backend(path: Path, **options) -> Any:
     return plain_backend.open_backend(load_hf_model(path, head="scalar"), **options)
 
 
@@ -60,9 +59,9 @@ def make_critic_batch() -> RolloutBatch:
     return dataclasses.replace(batch, returns=returns, old_values=old)
 
 
-def slow_values(model: Any, batch: RolloutBatch) -> list[Tensor]:
+def slow_values(model, batch: RolloutBatch) -> list[Tensor]:
     """[T_i] of every row by itself: at t the head on the decoder's state at t − 1; 0 at t = 0."""
-    rows: list[Tensor] = []
+    rows = []
     for ids in map(torch.from_numpy, batch.tokens):
         states = model.base_model(input_ids=ids[None]).last_hidden_state[0]
         rows.append(torch.cat([states.new_zeros(1), model.score(states)[:-1, 0]]))
@@ -73,7 +72,7 @@ def slow_values(model: Any, batch: RolloutBatch) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["byte", *KINDS])
-def test_a_causal_model_gets_a_head_of_zero_and_keeps_its_decoder(kind: str, causal: dict[str, Path]):
+def test_a_causal_model_gets_a_head_of_zero_and_keeps_its_decoder(kind, causal):
     model, original = load_hf_model(causal[kind], head="scalar"), load_hf_model(causal[kind])
     theirs = dict(original.named_parameters()) | {"score.weight": torch.zeros(1, 64)}
     theirs.pop("lm_head.weight", None)
@@ -83,9 +82,7 @@ def test_a_causal_model_gets_a_head_of_zero_and_keeps_its_decoder(kind: str, cau
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_scalar_model_is_itself_again_here_and_in_transformers(
-    kind: str, scalar: dict[str, Path], tmp_path: Path
-):
+def test_a_saved_scalar_model_is_itself_again_here_and_in_transformers(kind, scalar, tmp_path):
     ours = load_hf_model(scalar[kind], head="scalar")
     theirs = AutoModelForSequenceClassification.from_pretrained(str(scalar[kind]))
     assert theirs.config.pad_token_id == 256 and get_scalar_weight(ours).any()
@@ -95,9 +92,7 @@ def test_a_saved_scalar_model_is_itself_again_here_and_in_transformers(
     assert load_hf_model(named, head="scalar").config.id2label == {0: "helpful"}
 
 
-def test_a_scalar_model_is_resolved_as_one_and_refused_as_a_causal_one(
-    scalar: dict[str, Path], causal: dict[str, Path]
-):
+def test_a_scalar_model_is_resolved_as_one_and_refused_as_a_causal_one(scalar, causal):
     assert resolve_model(str(scalar["llama"]), head="scalar") == scalar["llama"]
     assert resolve_model(str(causal["llama"]), head="scalar") == causal["llama"]
     with pytest.raises(ModelError, match="was not trained to predict the next token"):
@@ -118,9 +113,7 @@ def test_what_is_no_score_is_refused():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_scores_of_a_trained_and_saved_model_are_those_of_transformers(
-    kind: str, scalar: dict[str, Path], tmp_path: Path
-):
+async def test_scores_of_a_trained_and_saved_model_are_those_of_transformers(kind, scalar, tmp_path):
     rng = np.random.default_rng(3)
     start = rng.integers(0, 256, 6)
     sequences = [np.concatenate([start, rng.integers(0, 256, length)]) for length in (1, 4, 20, 4)]
@@ -143,14 +136,12 @@ async def test_scores_of_a_trained_and_saved_model_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_every_split_has_the_gradient_of_a_plain_forward_of_each_row(
-    kind: str, scalar: dict[str, Path]
-):
+async def test_every_split_has_the_gradient_of_a_plain_forward_of_each_row(kind, scalar):
     """Of ½·max((v − R)², (clip(v) − R)²), to a part of its norm."""
     batch = make_critic_batch()
     assert batch.returns is not None and batch.old_values is not None
     model = load_hf_model(scalar[kind], head="scalar")
-    terms: list[Tensor] = []
+    terms = []
     for row, values in enumerate(slow_values(model, batch)):
         mask = batch.loss_masks[row]
         returns, old = (
@@ -173,7 +164,7 @@ async def test_every_split_has_the_gradient_of_a_plain_forward_of_each_row(
 
 
 @cases("kind: llama qwen3 moe gemma")
-def test_a_scalar_model_runs_as_its_causal_model_does(kind: str, causal: dict[str, Path]):
+def test_a_scalar_model_runs_as_its_causal_model_does(kind, causal):
     """A head of exactly 0 proves nothing by itself: the layouts are those that hold for the hidden states."""
     plan = plan_forward(load_hf_model(causal[kind], head="scalar"))
     expected = plan_forward(load_hf_model(causal[kind]))
@@ -181,11 +172,11 @@ def test_a_scalar_model_runs_as_its_causal_model_does(kind: str, causal: dict[st
     assert plan.choose_layout(100) == ("rows" if kind == "gemma" else "packed")
 
 
-def test_a_model_that_sees_others_or_the_future_is_found_out_though_its_head_is_zero(causal: dict[str, Path]):
-    def spoil(change: Callable[[Tensor], Tensor]) -> Any:
+def test_a_model_that_sees_others_or_the_future_is_found_out_though_its_head_is_zero(causal):
+    def spoil(change) -> Any:
         model = load_hf_model(causal["llama"], head="scalar")
 
-        def hook(module: Any, inputs: Any, output: Any) -> None:
+        def hook(module, inputs, output):
             output.last_hidden_state = change(output.last_hidden_state)
 
         model.get_decoder().register_forward_hook(hook)
@@ -204,11 +195,11 @@ def test_a_model_that_sees_others_or_the_future_is_found_out_though_its_head_is_
 
 
 @pytest.mark.parametrize("promise", CONTRACT.values(), ids=CONTRACT)
-async def test_a_scalar_backend_keeps_the_contract(promise: Any, scalar: dict[str, Path], tmp_path: Path):
+async def test_a_scalar_backend_keeps_the_contract(promise, scalar, tmp_path):
     await check_promise(promise, lambda: open_backend(scalar["byte"]), tmp_path)
 
 
-async def test_a_loss_that_needs_entropy_says_that_there_is_none(scalar: dict[str, Path]):
+async def test_a_loss_that_needs_entropy_says_that_there_is_none(scalar):
     async with open_backend(scalar["byte"]) as backend:
         error = await contract.raised_by(
             backend.forward_backward(make_batch(), LossSpec("ppo_clip", {"entropy_coef": 0.1}))
@@ -216,7 +207,7 @@ async def test_a_loss_that_needs_entropy_says_that_there_is_none(scalar: dict[st
     assert isinstance(error, ConfigError) and "entropy" in str(error), error
 
 
-def test_the_padding_token_is_the_tokenizers_unless_it_ends_answers(causal: dict[str, Path], tmp_path: Path):
+def test_the_padding_token_is_the_tokenizers_unless_it_ends_answers(causal, tmp_path):
     copied = Path(shutil.copytree(causal["byte"], tmp_path / "copied"))
     edit_json(copied / "config.json", pad_token_id=None)
     model, tokenizer = load_hf_model(copied, head="scalar"), load_tokenizer(copied)

@@ -22,8 +22,8 @@ ROWS = {
 }
 
 
-def prepare_sft_rows(rows, tokenizer, **settings):
-    return prepare_sft_mixture(make_mixture(rows), tokenizer, **settings)
+def prepare(rows, tokenizer=None, *, max_length=99):
+    return prepare_sft_mixture(make_mixture(rows), tokenizer or byte_tokenizer(), max_length=max_length)
 
 
 # a row that fits is whole, a long one is cut while something trains, a late answer is dropped
@@ -33,8 +33,8 @@ short           | [[20, 21, 22]]                   | 0         |
 short long      | [[20, 21, 22], [20, 21, 22, 23]] | 1         |
 late short late | [[20, 21, 22]]                   | 0         | no_trained_tokens = 2
 """)
-def test_rows_have_at_most_max_length_tokens(rows: str, trained: Any, truncated: int, dropped: dict):
-    data = prepare_sft_rows([ROWS[name] for name in rows.split()], byte_tokenizer(), max_length=24)
+def test_rows_have_at_most_max_length_tokens(rows, trained: Any, truncated: int, dropped: dict):
+    data = prepare([ROWS[name] for name in rows.split()], max_length=24)
     assert [np.flatnonzero(one.loss_mask).tolist() for one in data.samples] == trained
     assert (data.truncated, data.dropped) == (truncated, dropped)
     assert {len(one.token_ids) for one in data.samples} == {24}
@@ -44,18 +44,18 @@ def test_the_tools_of_a_row_are_written_and_do_not_train():
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     tokenizer = family_tokenizer("qwen2_5")
     rows = [SHORT | {"tools": tools} for tools in ([tool], json.dumps([tool]))]
-    for sample in prepare_sft_rows(rows, tokenizer, max_length=2048).samples:
+    for sample in prepare(rows, tokenizer, max_length=2048).samples:
         assert '"name": "f"' in tokenizer.decode(sample.token_ids)
         assert sample.loss_mask.sum() == 3
     for nothing in (None, []):
-        (sample,) = prepare_sft_rows([SHORT | {"tools": nothing}], byte_tokenizer(), max_length=99).samples
+        (sample,) = prepare([SHORT | {"tools": nothing}]).samples
         assert len(sample.token_ids) == 24
     with pytest.raises(
         DataError, match=r"sft\.data: row 0: the row has tools, and the chat template does not write them"
     ):
-        prepare_sft_rows([SHORT | {"tools": [tool]}], byte_tokenizer(), max_length=99)
+        prepare([SHORT | {"tools": [tool]}])
     with pytest.raises(DataError, match=r"sft\.data: row 0: tools\[0\] is 'f'; a tool is an object"):
-        prepare_sft_rows([SHORT | {"tools": ["f"]}], byte_tokenizer(), max_length=99)
+        prepare([SHORT | {"tools": ["f"]}])
 
 
 @cases("""
@@ -63,14 +63,14 @@ row             | message
 {"prompt": "q"} | no `messages` and no `answer`
 {"messages": [{"role": "assistant", "content": "a"}]} | message 0 is an assistant turn
 """)
-def test_a_bad_row_is_named(row: Any, message: str):
+def test_a_bad_row_is_named(row: Any, message):
     with pytest.raises(DataError, match=rf"sft\.data: row 1: {message}"):
-        prepare_sft_rows([None, row], byte_tokenizer(), max_length=99)
+        prepare([None, row])
 
 
 def test_a_missing_template_is_named_with_the_row_that_needs_it():
     with pytest.raises(ModelError, match=r"sft\.data: row 1: the tokenizer has no chat template"):
-        prepare_sft_rows([None, SHORT], byte_tokenizer(None), max_length=99)
+        prepare([None, SHORT], byte_tokenizer(None))
 
 
 # --- batches ------------------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ from rollouts.backends.shares import (
     encode_share,
     make_portion,
 )
-from rollouts.data.packing import MicroBatch, make_micro_batches
+from rollouts.data.packing import MicroBatch
 from rollouts.testing.torch_contracts import make_batch as make_groups
 from rollouts.types import FloatArray, LossSpec, RolloutBatch, TokenArrays
 from tests.support.text_tables import cases
+from tests.unit import test_packing
 
 
 def make_batch(lengths: list[int]) -> RolloutBatch:
@@ -30,18 +31,9 @@ def make_batch(lengths: list[int]) -> RolloutBatch:
     )
 
 
-def pack(
-    batch: RolloutBatch, ranks: int, *, budget: int, share_prefix: bool = False, padding_free: bool = False
-) -> list[MicroBatch]:
-    return make_micro_batches(
-        batch.tokens,
-        batch.loss_masks,
-        micro_batch_tokens=budget,
-        share_prefix=share_prefix,
-        padding_free=padding_free,
-        ranks=ranks,
-        micro_batch_cost=8,
-    )
+def pack(batch: RolloutBatch, ranks: int, budget: int, *, share=False, packed=False) -> list[MicroBatch]:
+    options = {"share": share, "packed": packed, "ranks": ranks, "micro_batch_cost": 8}
+    return test_packing.pack(batch.tokens, batch.loss_masks, budget, **options)
 
 
 def rows_of(micro_batches: list[MicroBatch]) -> list[int]:
@@ -60,7 +52,7 @@ def test_every_row_is_computed_once_and_every_rank_has_as_many_rounds(
     lengths: list[int], ranks: int, budget: int, share: bool, free: bool
 ):
     batch = make_batch(lengths)
-    micro_batches = pack(batch, ranks, budget=budget, share_prefix=share, padding_free=free)
+    micro_batches = pack(batch, ranks, budget, share=share, packed=free)
     shares = deal_portions(
         [make_portion(micro_batch, batch) for micro_batch in micro_batches], ranks, micro_batch_cost=8
     )
@@ -78,13 +70,13 @@ def test_a_micro_batch_costs_its_nodes_and_what_they_see():
     """A prompt of 2 and answers of 1 and 2 computed tokens: 5 nodes that see 1 2, 3, 3 4 nodes."""
     tokens = (np.asarray([1, 2, 5, 6]), np.asarray([1, 2, 7, 8, 9]))
     masks = tuple(np.arange(len(row)) >= 2 for row in tokens)
-    (micro,) = make_micro_batches(tokens, masks, micro_batch_tokens=99, share_prefix=True, padding_free=True)
+    (micro,) = test_packing.pack(tokens, masks)
     assert compute_cost(micro, micro_batch_cost=10, attention_cost=0.5) == 5 + 10 + 0.5 * (1 + 2 + 3 + 3 + 4)
 
 
 def test_a_rank_without_work_gets_the_smallest_portion_without_weight():
     batch = make_batch([30, 4, 9])
-    portions = [make_portion(micro_batch, batch) for micro_batch in pack(batch, 3, budget=1)]
+    portions = [make_portion(micro_batch, batch) for micro_batch in pack(batch, 3, 1)]
     shares = deal_portions(portions, 2, micro_batch_cost=8)
     idle = [portion for mine in shares for portion in mine if not portion.counts]
     assert [portion.micro_batch.rows.tolist() for portion in idle] == [[1]]
@@ -96,7 +88,7 @@ def test_a_batch_without_rows_to_train_gives_everybody_nothing():
 
 def test_a_share_crosses_as_bytes():
     batch = make_batch([3, 20, 7])
-    portions = tuple(make_portion(micro_batch, batch) for micro_batch in pack(batch, 2, budget=20))
+    portions = tuple(make_portion(micro_batch, batch) for micro_batch in pack(batch, 2, 20))
     spec = LossSpec("ppo_clip", {"clip_low": 0.1}, unit="constant", constant=7.0)
     share = Share(portions, temperature=0.7, spec=spec, denominator=7.0, expected_count=30.0)
     message = encode_share(share)
@@ -126,7 +118,7 @@ def trace_of(rows: list[int], positions: list[int]) -> FloatArray:
     return np.stack([names + 1, names + 10_001, names + 20_001]).astype(np.float32)
 
 
-def assert_named(arrays: TokenArrays, masks: tuple[np.ndarray, ...]) -> None:
+def assert_named(arrays: TokenArrays, masks: tuple[np.ndarray, ...]):
     for kind, name in enumerate(("log_probs", "slopes", "weights")):
         for row, (values, mask) in enumerate(zip(getattr(arrays, name), masks, strict=True)):
             np.testing.assert_array_equal(
@@ -138,13 +130,7 @@ def assert_named(arrays: TokenArrays, masks: tuple[np.ndarray, ...]) -> None:
 @cases("share_prefix: no yes")
 def test_each_token_comes_to_its_row_over_ranks_of_which_some_have_nothing(ranks: int, share_prefix: bool):
     batch = make_groups(groups=2)
-    micro_batches = make_micro_batches(
-        batch.tokens,
-        batch.loss_masks,
-        micro_batch_tokens=20,
-        share_prefix=share_prefix,
-        padding_free=share_prefix,
-    )
+    micro_batches = pack(batch, 1, 20, share=share_prefix, packed=share_prefix)
     dealt = deal_portions([make_portion(one, batch) for one in micro_batches], ranks, micro_batch_cost=0)
     traces: list[FloatArray] = []
     for mine in dealt:

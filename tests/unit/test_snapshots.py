@@ -47,7 +47,7 @@ def open_backend(model_path: Path):
     return open_pytorch_backend(model_path, optim=OPTIM, total_steps=10, threads=1, autocast="off")
 
 
-async def train(backend: PyTorchTrainingBackend) -> None:
+async def train(backend: PyTorchTrainingBackend):
     backend.forward_backward(BATCH, LossSpec("sft"))
     await backend.optim_step()
 
@@ -57,7 +57,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 @cases("kind: llama moe")  # tied embeddings; experts that files have one by one
-async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(kind: str, tmp_path: Path):
+async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(kind, tmp_path):
     """Also one that is written from a copy, after the trainer has changed its weights."""
     path = tmp_path / "v1"
     async with open_backend(resolve_model(f"tiny:{kind}")) as backend:
@@ -83,7 +83,7 @@ async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(ki
             assert len(opened.keys()) == 1 or shard.stat().st_size < 120_000  # with 64 KiB of header
 
 
-async def test_a_snapshot_is_a_model_directory_in_the_dtype_that_engines_serve(tmp_path: Path):
+async def test_a_snapshot_is_a_model_directory_in_the_dtype_that_engines_serve(tmp_path):
     model_path = resolve_model("tiny:moe")
     async with open_backend(model_path) as backend:
         await export_snapshot(backend, tmp_path / "v0", dtype=torch.bfloat16, model_dir=model_path)
@@ -96,7 +96,7 @@ async def test_a_snapshot_is_a_model_directory_in_the_dtype_that_engines_serve(t
 
 
 async def test_a_snapshot_that_was_made_before_is_verified_and_an_earlier_run_s_is_never_served(
-    tmp_path: Path,
+    tmp_path,
 ):
     folder = tmp_path / "weights"
     for name in ("v3", "v4", "v4-2", "v5", ".tmp-v5-0a", "other"):
@@ -118,9 +118,7 @@ async def test_a_snapshot_that_was_made_before_is_verified_and_an_earlier_run_s_
         assert list_snapshots(folder) == [(4, made.path)]
 
 
-async def test_a_full_disk_fails_the_snapshot_and_not_the_backend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_full_disk_fails_the_snapshot_and_not_the_backend(tmp_path, monkeypatch):
     def refuse(self, name, tensor):
         raise OSError(28, "No space left on device")
 
@@ -168,7 +166,7 @@ KILLED = """
 """
 
 
-def test_a_process_killed_while_it_writes_leaves_no_snapshot(tmp_path: Path):
+def test_a_process_killed_while_it_writes_leaves_no_snapshot(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     killed = "nowhere 0 shard -9 manifest -9 rename -9"
@@ -182,20 +180,18 @@ def test_a_process_killed_while_it_writes_leaves_no_snapshot(tmp_path: Path):
         assert list((tmp_path / where).iterdir()) == []
 
 
-async def test_a_shard_that_is_complete_after_the_export_was_cancelled_harms_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_shard_that_is_complete_after_the_export_was_cancelled_harms_nobody(tmp_path, monkeypatch):
     at_the_end, goes_on, written = trio.Event(), threading.Event(), trio.Event()
     finish = TensorFile.finish
 
-    def finish_late(file: TensorFile) -> None:
+    def finish_late(file):
         trio.from_thread.run_sync(at_the_end.set, trio_token=token)
         assert goes_on.wait(10)
         finish(file)
 
     class Backend:
         async def stream_weights(self, sink):
-            def work() -> None:  # one bucket of two shards
+            def work():  # one bucket of two shards
                 sink([(f"weight.{number}", torch.zeros(1000)) for number in range(2)])
                 trio.from_thread.run_sync(written.set, trio_token=token)
 
@@ -227,7 +223,7 @@ async def test_a_shared_engine_has_nothing_to_load_and_must_report_the_version()
 
 
 @cases("kind: byte gemma moe")
-async def test_an_embedded_engine_proves_new_weights_and_never_old_ones(kind: str):
+async def test_an_embedded_engine_proves_new_weights_and_never_old_ones(kind):
     async with (
         open_backend(resolve_model(f"tiny:{kind}")) as backend,
         open_device_thread(name="engine", torch_threads=1) as thread,
@@ -245,7 +241,7 @@ async def test_an_embedded_engine_proves_new_weights_and_never_old_ones(kind: st
             await backend.set_weight_version(version + 1)
         old, begin, take = await engine.copy_weights(), engine.begin_update, engine.receive_bucket
 
-        async def begin_with_old() -> None:
+        async def begin_with_old():
             await begin()
             take(list(old.items()))
 

@@ -6,14 +6,12 @@ from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
-import pytest
 import trio
 
 from rollouts.engines.fleet import Member, open_fleet
 from rollouts.metrics import spans as spans_module
 from rollouts.metrics.spans import PhaseTimer, Span, SpanRecorder
-from rollouts.protocols import InferenceEngine
-from rollouts.types import Sample, SamplingParams
+from rollouts.types import SamplingParams
 from tests.unit.manager_runs import chat_generate, make_run
 from tests.unit.test_fleet import FakeEngine, update
 
@@ -26,7 +24,7 @@ def ticking(step: float, start: float = 0.0) -> Callable[[], float]:
 # --- the pieces ---------------------------------------------------------------------------------------------
 
 
-def test_the_phases_of_a_step_are_spans_of_the_trainer(monkeypatch: pytest.MonkeyPatch):
+def test_the_phases_of_a_step_are_spans_of_the_trainer(monkeypatch):
     clocks = SimpleNamespace(perf_counter=ticking(1.0), time=ticking(10.0, 1000.0))
     monkeypatch.setattr(spans_module, "time", clocks)
     timer = PhaseTimer()
@@ -57,7 +55,7 @@ def test_spans_of_samples_are_given_out_if_they_were_kept_and_others_always():
     assert late == ["b"], "a sample may train in a later step than the one it was generated in"
 
 
-def test_what_is_held_is_bounded(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_held_is_bounded(monkeypatch):
     monkeypatch.setattr(spans_module, "HELD_IDS", 10)
     monkeypatch.setattr(spans_module, "HELD_SPANS", 5)
     recorder = SpanRecorder(time_unix=lambda: 0.0)
@@ -73,7 +71,7 @@ def test_what_is_held_is_bounded(monkeypatch: pytest.MonkeyPatch):
 
 
 async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_tokens(
-    autojump_clock: trio.abc.Clock,
+    autojump_clock,
 ):
     """Two engines of 2 s and 3 s a request; a generate function of one's own that asks twice; a reward of 1
     s.
@@ -81,11 +79,11 @@ async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_
     began = trio.current_time()
     recorder = SpanRecorder(clock=trio.current_time, time_unix=trio.current_time)
 
-    async def ask_twice(sample: Sample, engine: InferenceEngine, sampling: SamplingParams) -> Sample:
+    async def ask_twice(sample, engine, sampling):
         await chat_generate(sample, engine, sampling)
         return await chat_generate(sample, engine, sampling)
 
-    async def reward(sample: Sample) -> float:
+    async def reward(sample):
         await trio.sleep(1.0)
         return 1.0
 

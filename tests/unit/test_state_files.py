@@ -71,7 +71,7 @@ def load(checkpoint: Path, model: PreTrainedModel) -> torch.optim.AdamW:
 
 
 @cases("ranks: 1 2 3 5 16")
-def test_what_ranks_saved_is_put_together(ranks: int, tmp_path: Path):
+def test_what_ranks_saved_is_put_together(ranks: int, tmp_path):
     model = make_model()
     moments = make_moments(model)
     write_ranks(tmp_path, moments, ranks)
@@ -84,7 +84,7 @@ def test_what_ranks_saved_is_put_together(ranks: int, tmp_path: Path):
 
 
 @cases("copied: no yes")
-def test_what_is_held_is_loaded_and_a_copy_stays_when_training_goes_on(copied: bool, tmp_path: Path):
+def test_what_is_held_is_loaded_and_a_copy_stays_when_training_goes_on(copied: bool, tmp_path):
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.tensor([[1, 2, 3]]), use_cache=False).logits.sum().backward()
@@ -99,11 +99,11 @@ def test_what_is_held_is_loaded_and_a_copy_stays_when_training_goes_on(copied: b
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_ranks_that_are_new_draw_numbers_of_their_own_and_the_same_ones_every_time(tmp_path: Path):
+def test_ranks_that_are_new_draw_numbers_of_their_own_and_the_same_ones_every_time(tmp_path):
     model = make_model()
     write_ranks(tmp_path, make_moments(model), 2)
 
-    def draw(rank: int) -> float:
+    def draw(rank):
         states = read_state(tmp_path, model, Ranks(rank, 5, 5, torch.device("cpu"))).random_states
         return torch.rand(1, generator=torch.Generator().set_state(states["rng/cpu"])).item()
 
@@ -113,7 +113,7 @@ def test_ranks_that_are_new_draw_numbers_of_their_own_and_the_same_ones_every_ti
     assert drawn[:2] == [torch.rand(1, generator=generator).item() for generator in saved]
 
 
-def change(tensors: dict[str, Tensor], key: str, value: Any) -> dict[str, Tensor]:
+def change(tensors: dict[str, Tensor], key: str, value) -> dict[str, Tensor]:
     """These, of which one has other values, or is not there."""
     kept = {name: tensor for name, tensor in tensors.items() if name != key}
     return kept if value is None else {**kept, key: torch.tensor(value)}
@@ -128,7 +128,7 @@ step/{NAME} | 4.0                        | has the steps .*3.*4.* of {NAME}, by 
 rng/cpu     | [0.0, 0.0, 0.0]            | 'rng/cpu' is no random state
 """)
 def test_a_file_that_says_something_else_is_named_before_anything_is_changed(
-    key: str, value: Any, message: str, tmp_path: Path
+    key, value: Any, message, tmp_path
 ):
     file = write_ranks(tmp_path, make_moments(make_model()), 2) / SECOND
     save_file(change(load_file(file), key, value), file)
@@ -146,9 +146,7 @@ optimizer-0-of-3.safetensors | copy | optimizer-0-of-3\\.safetensors is of anoth
 optimizer-7-of-2.safetensors | copy | optimizer-7-of-2\\.safetensors is of another save
 optimizer.safetensors        | copy | optimizer\\.safetensors is of another save
 """)
-def test_files_that_are_damaged_or_of_two_saves_are_named(
-    name: str, content: str, message: str, tmp_path: Path
-):
+def test_files_that_are_damaged_or_of_two_saves_are_named(name, content, message, tmp_path):
     """copy: of the second file."""
     state = write_ranks(tmp_path, make_moments(make_model()), 2)
     data = (state / SECOND).read_bytes() if content == "copy" else content.encode()
@@ -158,7 +156,7 @@ def test_files_that_are_damaged_or_of_two_saves_are_named(
     check_refused(tmp_path, message)
 
 
-def check_refused(checkpoint: Path, message: str) -> None:
+def check_refused(checkpoint: Path, message: str):
     model, before = make_model(), torch.get_rng_state()
     with pytest.raises(CheckpointError, match=message):
         read_state(checkpoint, model, Ranks(1, 2, 2, torch.device("cpu")))
@@ -171,21 +169,21 @@ exp_avg/model.other | [1.0, 1.0, 1.0] | moments of 'model\.other', which the mod
 {KEY}               | [1.0, 1.0, 1.0] | {KEY}' has shape \(3,\), the model's parameter \(8,\)
 exp_avg_sq/{NAME}   | null            | exp_avg_sq/{NAME}' has shape None, the model's
 """)
-def test_another_models_state_is_refused_by_name(key: str, value: Any, message: str, tmp_path: Path):
+def test_another_models_state_is_refused_by_name(key, value: Any, message, tmp_path):
     model = make_model()
     write_ranks(tmp_path, change(make_moments(model), key, value), 2)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, model)
 
 
-def test_a_backend_goes_on_from_what_a_script_saved(tmp_path: Path):
+def test_a_backend_goes_on_from_what_a_script_saved(tmp_path):
     model, other = make_model(), make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.arange(6)[None]).logits.square().sum().backward()
     optimizer.step()
     save_training(tmp_path, 3, model, optimizer, {})
 
-    async def load_in_backend() -> tuple[dict[str, Tensor], Any]:
+    async def load_in_backend():
         async with open_backend(other) as backend:
             await backend.load(tmp_path / "checkpoints" / "rl" / "step_3")
             return await backend.get_weights(), backend.trainer.optimizer

@@ -17,34 +17,32 @@ from rollouts.metrics.jsonl import Place, read_lines
 from tests.unit.run_rows import HEAD, write_rows
 
 
-def row(step: int, **fields: Any) -> dict[str, Any]:
+def row(step: int, **fields) -> dict[str, Any]:
     return {**HEAD, "step": step, "time_unix": 100.0 + 10 * step, "reward/mean": step / 10, **fields}
 
 
-def line(step: int, **fields: Any) -> str:
+def line(step: int, **fields) -> str:
     return json.dumps(row(step, **fields)) + "\n"
 
 
-def append(path: Path, text: str) -> None:
+def append(path: Path, text: str):
     with path.open("a") as file:
         file.write(text)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path) -> Path:
     (tmp_path / "config.toml").write_text("[rl]\nsteps = 12\n")
     append(tmp_path / "metrics.jsonl", line(1))
     return tmp_path
 
 
 @pytest.fixture
-def metrics(run: Path) -> Path:
+def metrics(run) -> Path:
     return run / "metrics.jsonl"
 
 
-def test_the_screen_says_where_the_run_is(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_screen_says_where_the_run_is(run, capsys, monkeypatch):
     monkeypatch.setattr("time.time", lambda: 905.0)
     odd = {"time/generate": 2.0, "optim/skipped_steps": 1, "fail/reward": 3}
     again = [row(2, attempt=2, **odd), row(3, attempt=2), row(4, attempt=2, time_unix=900.0)]
@@ -72,7 +70,7 @@ def read_steps(metrics: Path, place: Place) -> tuple[list[int], Place]:
     return [json.loads(line)["step"] for line in lines], ends[-1]
 
 
-def test_a_torn_line_that_the_next_attempt_repairs_is_no_row(metrics: Path):
+def test_a_torn_line_that_the_next_attempt_repairs_is_no_row(metrics):
     append(metrics, line(2)[:20])
     steps, place = read_steps(metrics, Place())
     assert steps == [1]
@@ -83,16 +81,14 @@ def test_a_torn_line_that_the_next_attempt_repairs_is_no_row(metrics: Path):
     assert read_steps(metrics, place)[0] == [4]
 
 
-def test_a_long_file_is_followed_from_its_end(metrics: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_file_is_followed_from_its_end(metrics, monkeypatch):
     append(metrics, "".join(map(line, range(2, 100))))
     append(metrics.with_name("metrics.1.jsonl"), line(100))
     monkeypatch.setattr(tail, "START_BYTES", 3 * len(line(100)))
     assert read_steps(metrics, find_start(metrics))[0] == [97, 98, 99, 100]
 
 
-def test_a_row_of_another_writer_is_shown_as_far_as_it_goes(
-    run: Path, metrics: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_row_of_another_writer_is_shown_as_far_as_it_goes(run, metrics, capsys):
     """No time, numbers that are none, a span and a sample without what they should have."""
     odd = {"reward/mean": "NaN", "fail/reward": "many", "optim/skipped_steps": "x", "time/train": "long"}
     append(metrics, line(2, **odd) + 'no row\n{"stage": "rl", "step": 3, "attempt": 1}\n')
@@ -102,12 +98,10 @@ def test_a_row_of_another_writer_is_shown_as_far_as_it_goes(
     assert "rl step 3 of 12, attempt 1\n" in capsys.readouterr().out
 
 
-def test_a_run_of_another_machine_is_followed_until_it_has_a_summary(
-    run: Path, metrics: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_of_another_machine_is_followed_until_it_has_a_summary(run, metrics, capsys):
     (run / "run.lock").write_text('{"pid": 1, "host": "node3"}\n')
 
-    async def finish() -> None:
+    async def finish():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(follow, run, Console(width=200), 0.5, False)
             await wait_all_tasks_blocked()
@@ -121,7 +115,7 @@ def test_a_run_of_another_machine_is_followed_until_it_has_a_summary(
     assert f"{run}: finished\n" in capsys.readouterr().out
 
 
-def test_of_a_run_that_is_over_the_screen_is_shown_once(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_of_a_run_that_is_over_the_screen_is_shown_once(run, capsys):
     out = io.StringIO()
     trio.run(follow, run, Console(file=out, force_terminal=True, width=80, height=30), 0.5, False)
     assert "rl step 1 of 12" in out.getvalue()

@@ -23,7 +23,7 @@ TASKS = [importlib.import_module(f"integration_training.tasks.{name}") for name 
 
 
 @pytest.fixture(params=TASKS, ids=NAMES)
-def task(request: pytest.FixtureRequest) -> ModuleType:
+def task(request) -> ModuleType:
     return request.param
 
 
@@ -45,7 +45,7 @@ def group_of(*results: RewardResult) -> SampleGroup:
 
 
 @cases("name: arithmetic.exact_answer arithmetic.close_answer letter_words.share_of_letters")
-def test_gold_answers_earn_the_full_reward(name: str):
+def test_gold_answers_earn_the_full_reward(name):
     task = TASKS[NAMES.index(name.partition(".")[0])]
     for row in [row for seed in range(3) for row in task.make_rows(size=150, seed=seed)]:
         gold = answer(row, row["answer"])

@@ -38,7 +38,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_lines_for_programs_are_safe_on_a_terminal_and_as_they_are_elsewhere(monkeypatch: pytest.MonkeyPatch):
+def test_lines_for_programs_are_safe_on_a_terminal_and_as_they_are_elsewhere(monkeypatch):
     for out, expected in ((Terminal(), "a\\x1bb\n"), (io.StringIO(), "a\x1bb\n")):
         monkeypatch.setattr("sys.stdout", out)
         write_lines("a\x1bb\n")
@@ -68,7 +68,7 @@ ROWS = r"""{
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path) -> Path:
     """A run in which everything that is text says what would steer a terminal."""
     for kind, rows in json.loads(ROWS.replace("NASTY", json.dumps(NASTY)[1:-1])).items():
         write_rows(tmp_path / f"{kind}.jsonl", *rows)
@@ -90,9 +90,7 @@ query 'SELECT "NASTY" FROM metrics'
 samples --stage NASTY
 plot NASTY
 """)
-def test_no_command_lets_a_record_steer_the_terminal(
-    run: Path, words: str, capsys: pytest.CaptureFixture[str]
-):
+def test_no_command_lets_a_record_steer_the_terminal(run, words, capsys):
     command, *rest = shlex.split(words)
     main([command, str(run), *(word.replace("NASTY", NASTY) for word in rest)])
     written = capsys.readouterr()
@@ -101,9 +99,7 @@ def test_no_command_lets_a_record_steer_the_terminal(
     assert "\\x1b" in text
 
 
-def test_an_output_that_takes_no_lines_and_curves_gets_question_marks(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_output_that_takes_no_lines_and_curves_gets_question_marks(run, monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", out)
     assert main(["tail", str(run), "--once"]) == 0

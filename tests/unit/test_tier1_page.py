@@ -56,7 +56,7 @@ def test_the_script_ends_with_the_same_bits_when_it_was_killed(tmp_path, monkeyp
     assert len([line for line in BLOCKS[-1].splitlines() if line]) <= 40
     complete, deadly = sampling.sample_completions, set[str]()
 
-    def complete_or_die(model: Any, requests: Any) -> Any:
+    def complete_or_die(model, requests):
         if requests[0].request_id in deadly:
             deadly.clear()
             raise KeyboardInterrupt

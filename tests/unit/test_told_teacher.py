@@ -8,7 +8,7 @@ import pytest
 from rollouts.errors import UserFunctionError
 from rollouts.generation.samples import convert_to_batch
 from rollouts.loops.rl_batch import score_told
-from rollouts.types import RolloutBatch, Sample, Status
+from rollouts.types import Sample, Status
 from tests.support.text_tables import cases
 from tests.unit.test_rl_batch import FixedReference
 
@@ -20,20 +20,20 @@ def answer(name: str, mask: list[int]) -> Sample:
     return Sample(id=name, prompt="own", group_index=0, status=Status.COMPLETED, **arrays)
 
 
-def tell(context: Any, *samples: Sample, **options: Any) -> Any:
+def tell(context, *samples: Sample, **options) -> Any:
     """A prompt is one token 7 per letter; prompt and response may have 9 together."""
     tell = {"tokenize": lambda sample: np.full(len(sample.prompt), 7), "limit": 9, "context": context}
     return score_told(convert_to_batch(samples), **{"score": FixedReference().score, **tell, **options})
 
 
 async def test_a_response_is_scored_after_the_other_prompt_and_each_token_gets_its_own_value():
-    seen: list[list[int]] = []
+    seen = []
 
-    async def score(batch: RolloutBatch) -> Any:
+    async def score(batch):
         seen.extend(tokens.tolist() for tokens in batch.tokens)
         return tuple(-tokens.astype(np.float32) for tokens in batch.tokens)
 
-    def tell_a(samples: Any) -> Any:
+    def tell_a(samples):
         return ["xyz" if sample.id == "a" else None for sample in samples]
 
     found = await tell(tell_a, answer("a", [0, 0, 1, 0, 1]), answer("b", [0, 1, 1]), score=score)
@@ -49,6 +49,6 @@ null                 | b      | TypeError
 ["x", "long prompt"] | b      | ValueError: prompt and response have 12 tokens, the context 9
 [null, null]         | a.1    | ValueError: a trajectory has several segments
 """)
-async def test_what_a_context_function_does_wrong_is_named(answers: Any, second: str, said: str):
+async def test_what_a_context_function_does_wrong_is_named(answers: Any, second, said):
     with pytest.raises(UserFunctionError, match=rf"rl\.distillation\.context, .* failed on group 0: {said}"):
         await tell(lambda samples: answers, answer("a", [0, 1]), answer(second, [0, 1]))

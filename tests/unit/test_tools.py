@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import pytest
 import trio
 from pydantic import Field
-from trio.testing import MockClock
 
 from rollouts.environments import worker
 from rollouts.environments.tools import call_tools, load_tool, make_tool
@@ -37,7 +36,7 @@ def test_the_schema_is_the_signature_and_the_docstring():
 
 
 @cases("parameters: a a:int,b *a:int **a:int a:int,/ a:Callable[[],int] a:'Nowhere'")
-def test_a_function_that_json_cannot_call_is_refused(parameters: str):
+def test_a_function_that_json_cannot_call_is_refused(parameters):
     made: dict[str, Any] = {"Callable": Callable}
     exec(f"def f({parameters}): ...", made)  # noqa: S102
     with pytest.raises(
@@ -64,7 +63,7 @@ arguments | outcome | content
 "{a: 1}" | arguments | Error: arguments is '{a: 1}', which is not the JSON text of an object
 [1] | arguments | Error: arguments is [1]; it must be an object or its JSON text
 """)
-async def test_arguments_become_values_of_their_types_or_words(arguments: Any, outcome: str, content: str):
+async def test_arguments_become_values_of_their_types_or_words(arguments: Any, outcome, content):
     ((made, said),) = await use([make_tool(kinds)], [("kinds", arguments)])
     assert (made, said[: len(content)]) == (outcome, content)
 
@@ -83,9 +82,7 @@ async def down() -> str:
 TOOLS = [make_tool(nap), make_tool(down)]
 
 
-async def test_calls_overlap_and_answer_in_their_order_though_some_fail(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-):
+async def test_calls_overlap_and_answer_in_their_order_though_some_fail(autojump_clock, monkeypatch):
     calls = [("nap", {"seconds": one}) for one in (9, 2, 4)]
     assert await use(TOOLS, [*calls, ("look", {})], timeout_s=5) == [
         ("timeout", "Error: nap took longer than 5 s"),
@@ -100,7 +97,7 @@ async def test_calls_overlap_and_answer_in_their_order_though_some_fail(
     assert (result.outcome, result.seconds) == ("too_long", 3)
 
 
-async def test_a_failed_environment_ends_the_other_calls_and_cancellation_passes(autojump_clock: MockClock):
+async def test_a_failed_environment_ends_the_other_calls_and_cancellation_passes(autojump_clock):
     with pytest.raises(EnvironmentFailed, match="the database is down"):
         await use(TOOLS, [("nap", {"seconds": 60}), ("down", {})], timeout_s=99)
     with trio.move_on_after(3) as scope:

@@ -23,7 +23,7 @@ TRAIN = make_row("train", "trainer", 0.0, 1.0)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path) -> Path:
     (tmp_path / "config.toml").touch()
     return tmp_path
 
@@ -44,7 +44,7 @@ def export(run: Path, *rows: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return kinds
 
 
-def test_a_span_is_an_event_in_microseconds_of_its_thread(run: Path):
+def test_a_span_is_an_event_in_microseconds_of_its_thread(run):
     request = make_row("generate", "vllm-0", 2.0, 0.25, step=3, id="g1-s0", tokens=7)
     trace = export(run, make_row("train", "trainer", 2.5, 0.125, step=3), request)
     first, second = trace["X"]
@@ -58,14 +58,14 @@ def test_a_span_is_an_event_in_microseconds_of_its_thread(run: Path):
     assert order[second["tid"]] < order[first["tid"]], "the trainer is above the engines"
 
 
-def test_requests_of_one_engine_that_overlap_lie_side_by_side(run: Path):
+def test_requests_of_one_engine_that_overlap_lie_side_by_side(run):
     # crossing, contained, and one after the first has ended
     spans = [(0.0, 3.0), (1.0, 1.0), (2.5, 2.0), (3.5, 0.5)]
     trace = export(run, *(make_row("generate", "vllm-0", *span, id=str(span)) for span in spans))
     assert [event["lane"][-1] for event in trace["X"]] == ["1", "2", "2", "1"]
 
 
-def test_spans_come_by_time_over_all_parts_and_of_a_repeated_step_those_of_the_newest_attempt(run: Path):
+def test_spans_come_by_time_over_all_parts_and_of_a_repeated_step_those_of_the_newest_attempt(run):
     again = make_row("train", "trainer", 1.0, 0.5, attempt=2)
     write_rows(run / "spans.1.jsonl", again, make_row("train", "trainer", 1.2, 1.5, step=3))
     first = [make_row("train", "trainer", 4.0, 1.0), make_row("train", "trainer", 2.0, 1.0, step=2)]
@@ -75,7 +75,7 @@ def test_spans_come_by_time_over_all_parts_and_of_a_repeated_step_those_of_the_n
     assert {event["lane"] for event in events} == {"trainer", "trainer · 2"}, "what crosses has another lane"
 
 
-def test_requests_in_flight_are_counters(run: Path):
+def test_requests_in_flight_are_counters(run):
     row = {"time_unix": BEGAN + 2, "engine/vllm_0/in_flight": 3.0, "fleet/queued": 5.0}
     earlier = {"step": 2, "time_unix": BEGAN - 1, "engine/vllm_0/in_flight": 1.0}
     write_rows(run / "metrics.jsonl", {**row, "fleet/queued": 9.0}, {**row, "attempt": 2}, earlier)
@@ -90,9 +90,7 @@ words                     | code | message
 --output /nowhere/t.json  | 1 | t.json cannot be written
 --steps 1                 | 0 | 1 damaged line left out
 """)
-def test_the_command_says_what_is_wrong(
-    run: Path, words: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_says_what_is_wrong(run, words, code: int, message, capsys):
     with write_rows(run / "spans.jsonl", TRAIN).open("a") as file:
         file.write("no span\n")
     assert main(["export-trace", str(run), *words.split()]) == code

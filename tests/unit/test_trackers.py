@@ -36,7 +36,7 @@ FILES = ("metrics", "evaluations")
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch) -> Path:
     for name in ("LOOK_S", "FIRST_WAIT_S", "LAST_WAIT_S"):
         monkeypatch.setattr(follower, name, 0.01)
     return make_run(tmp_path / "run")
@@ -54,7 +54,7 @@ def read_all(root: Path, position: Position) -> tuple[list[TrackedRow], Position
 # --- reading ------------------------------------------------------------------------------------------------
 
 
-def test_rows_come_by_their_time_over_the_files_and_are_numbered(root: Path):
+def test_rows_come_by_their_time_over_the_files_and_are_numbered(root):
     append(root, make_row(1), make_row(2), make_row(3))
     append(root, make_row(2, time_unix=BEGAN + 1002.5, name="heldout"), file="evaluations")
     rows, position = read_all(root, Position("id"))
@@ -69,18 +69,18 @@ def test_rows_come_by_their_time_over_the_files_and_are_numbered(root: Path):
 
 
 @pytest.mark.parametrize("time_unix", ["", "NaN", '"12"', "null", "1" + "0" * 400, "[" * 3000 + "]" * 3000])
-def test_a_line_that_is_no_row_is_passed_over_and_said_once(root: Path, time_unix: str):
+def test_a_line_that_is_no_row_is_passed_over_and_said_once(root, time_unix):
     (root / "metrics.jsonl").write_text(
         f'{{"stage": "rl", "step": 1, "attempt": 1, "time_unix": {time_unix}}}\n'
     )
     append(root, make_row(2))
-    said: list[str] = []
+    said = []
     rows, ends = read_batch(root, FILES, Position("id"), limit=9, say=said.append)
     assert (steps(rows), len(said), "metrics.jsonl: no row" in said[0]) == ([2], 1, True)
     assert read_batch(root, FILES, Position("id", ends), limit=9, say=pytest.fail)[1] == {}
 
 
-def test_a_file_that_lost_its_end_in_a_power_cut_is_followed_from_a_whole_row(root: Path):
+def test_a_file_that_lost_its_end_in_a_power_cut_is_followed_from_a_whole_row(root):
     append(root, make_row(1), make_row(2))
     _, position = read_all(root, Position("id"))
     lines = (root / "metrics.jsonl").read_bytes().splitlines(keepends=True)
@@ -93,7 +93,7 @@ def test_a_file_that_lost_its_end_in_a_power_cut_is_followed_from_a_whole_row(ro
 # --- the position -------------------------------------------------------------------------------------------
 
 
-def test_a_position_is_read_back_as_it_was_written_and_as_earlier_versions_wrote_it(root: Path):
+def test_a_position_is_read_back_as_it_was_written_and_as_earlier_versions_wrote_it(root):
     path = position_path(root, "fake")
     path.parent.mkdir()
     first = read_position(path)
@@ -115,7 +115,7 @@ text | …
 {"schema": 2} |
 {"schema": 1, "id": "a", "files": {"m": {"part": -1, "offset": 0}}} |
 """)
-def test_a_position_that_cannot_be_read_is_refused_with_the_way_out(root: Path, text: str):
+def test_a_position_that_cannot_be_read_is_refused_with_the_way_out(root, text):
     path = position_path(root, "fake")
     path.parent.mkdir()
     path.write_text(text)
@@ -144,12 +144,12 @@ trackers           | message
 ["wanbd"]          | output\.trackers.* = "wanbd": .*; did you mean .?wandb.?\?
 ["wandb", "wandb"] | named twice
 """)
-def test_a_tracker_that_is_none_is_refused_when_the_config_loads(tmp_path: Path, trackers: str, message: str):
+def test_a_tracker_that_is_none_is_refused_when_the_config_loads(tmp_path, trackers, message):
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, trackers)
 
 
-def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_package_is_named_with_what_installs_it(tmp_path, monkeypatch):
     kind = SINKS["wandb"]._replace(package="there_is_no_such.package")
     monkeypatch.setattr(sinks, "SINKS", {**SINKS, "wandb": kind})
     config = load(tmp_path, '["statsd", "wandb"]')
@@ -157,7 +157,7 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkey
         check_trackers(config.output.trackers)
 
 
-def test_settings_that_look_like_secrets_are_left_out(root: Path):
+def test_settings_that_look_like_secrets_are_left_out(root):
     assert describe_run(root, Position("id")).config["engine"] == {"env": {"API_KEY": "***"}}
     settings = """{"max_new_tokens": 7, "keys": "kept", "url": "http://user:word@host/x", "secret": "",
         "list": [{"hf_token": "abc"}], "args": ["--api-key", "abc", "--token=abc", "--port", "1"],
@@ -205,17 +205,17 @@ class FakeSink:
         self.store += rows
         return {"rows": len(self.store)}
 
-    def close(self) -> None:
+    def close(self):
         if self.close_faults and (fault := self.close_faults.pop(0)):
             raise fault
 
 
 @pytest.fixture
-def run_follower(root: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run_follower(root, monkeypatch) -> Run:
     """(outcome, what was said) of following a run of eight steps that is over."""
 
-    def run(sink: FakeSink, **kind: Any) -> tuple[str, list[str]]:
-        said: list[str] = []
+    def run(sink: FakeSink, **kind) -> tuple[str, list[str]]:
+        said = []
         over = trio.Event()
         over.set()
         append(root, *(make_row(step) for step in range(1, 9)))
@@ -233,14 +233,14 @@ def read_stored(root: Path) -> tuple[int, int]:
     return position.number, position.left_out.rows
 
 
-def test_a_service_that_is_away_gets_the_rows_later_and_that_is_said_once(run_follower: Run):
+def test_a_service_that_is_away_gets_the_rows_later_and_that_is_said_once(run_follower):
     sink = FakeSink(faults=[None, *[SinkUnavailable("no route")] * 4])
     outcome, said = run_follower(sink)
     assert (outcome, steps(sink.store)) == ("sent", [*range(1, 9)])
     assert said == ["does not take rows: no route; tried again until it does", "takes rows again"]
 
 
-def test_a_refusal_ends_the_follower_when_the_run_is_over(run_follower: Run):
+def test_a_refusal_ends_the_follower_when_the_run_is_over(run_follower):
     sink = FakeSink(faults=[SinkRefused("wrong key")])
     assert run_follower(sink) == ("behind", ["refuses rows: wrong key"])
 
@@ -254,7 +254,7 @@ bad       | most | refused
 """)
 @cases("confirms_at_close: no yes")
 def test_rows_refused_for_good_are_named_counted_and_left_out_and_the_others_arrive_once(
-    root: Path, run_follower: Run, bad: Any, most: int, refused: int, confirms_at_close: bool
+    root, run_follower, bad: Any, most: int, refused: int, confirms_at_close: bool
 ):
     sink = FakeSink(bad=set(bad), most=most)
     outcome, said = run_follower(sink, batch_rows=8, confirms_at_close=confirms_at_close)
@@ -265,7 +265,7 @@ def test_rows_refused_for_good_are_named_counted_and_left_out_and_the_others_arr
     assert read_stored(root) == (8, refused)
 
 
-def test_after_an_outage_in_the_middle_only_the_rest_of_the_batch_comes_again(root: Path, run_follower: Run):
+def test_after_an_outage_in_the_middle_only_the_rest_of_the_batch_comes_again(root, run_follower):
     """Though an earlier row of another file was written meanwhile."""
     late = make_row(1, time_unix=BEGAN, name="heldout")
     sink = FakeSink(
@@ -278,7 +278,7 @@ def test_after_an_outage_in_the_middle_only_the_rest_of_the_batch_comes_again(ro
     assert sorted(sent) == [("evaluations", 1), *(("metrics", step) for step in (1, 3, 4, 5, 6, 7, 8))]
 
 
-def test_a_library_that_confirms_at_close_has_its_rows_counted_only_then(root: Path, run_follower: Run):
+def test_a_library_that_confirms_at_close_has_its_rows_counted_only_then(root, run_follower):
     sink = FakeSink(close_faults=[OSError("upload failed"), None])
     assert run_follower(sink, confirms_at_close=True)[0] == "sent"
     assert [row.number for row in sink.store] == [*range(8)] * 2

@@ -32,7 +32,7 @@ sys.exit(main(["track", *sys.argv[1:]]))
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path) -> Path:
     return make_run(tmp_path / "run")
 
 
@@ -51,12 +51,12 @@ hang
 kill 2
 middle 2
 """)
-def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root: Path, tmp_path: Path, fault: str):
+def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root, tmp_path, fault):
     command, faults = write_follower(tmp_path)
     faults.write_text(fault)
-    took_s: list[float] = []
+    took_s = []
 
-    async def run() -> None:
+    async def run():
         async with open_trackers(RunDir(root), NAMES, say=lambda text: None, end_s=0.3, command=command):
             await wait_until(lambda: position_path(root, "tensorboard").exists())
             for step in range(1, 21):
@@ -76,10 +76,8 @@ def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root: Path, tm
 
 
 @pytest.mark.parametrize("command", [["/nowhere/python"], [sys.executable, "-c", "raise SystemExit(7)"]])
-async def test_a_follower_that_cannot_start_or_ends_at_once_is_said_and_no_more(
-    root: Path, command: list[str]
-):
-    said: list[str] = []
+async def test_a_follower_that_cannot_start_or_ends_at_once_is_said_and_no_more(root, command: list[str]):
+    said = []
     async with open_trackers(RunDir(root), NAMES, say=said.append, command=command):
         append(root, make_row(1))
         await wait_until(lambda: bool(said))
@@ -87,7 +85,7 @@ async def test_a_follower_that_cannot_start_or_ends_at_once_is_said_and_no_more(
     assert "the follower has ended; to send the rest" in said[-1]
 
 
-def test_a_killed_run_leaves_no_follower_but_all_rows_sent(root: Path, tmp_path: Path):
+def test_a_killed_run_leaves_no_follower_but_all_rows_sent(root, tmp_path):
     command, _ = write_follower(tmp_path)
     script = f"""
 import os, signal, trio
@@ -123,7 +121,7 @@ def lock(path: Path) -> int:
     return held
 
 
-def test_a_second_follower_waits_and_with_once_ends(root: Path):
+def test_a_second_follower_waits_and_with_once_ends(root):
     append(root, make_row(1))
     held = lock(root / "trackers" / "tensorboard.lock")
     once = start_track(root, "--once")

@@ -26,7 +26,7 @@ REPEATED = [
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run" / "trackers").mkdir(parents=True)
     return tmp_path / "run"
@@ -36,7 +36,7 @@ def open_named(name: str, root: Path) -> Sink:
     return open_sink(name, RunInfo(ID, "run", root, {"seed": 1, "rl": {"steps": 4}}, {}))
 
 
-def test_trackio_stores_rows_once_though_they_are_sent_twice(root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_trackio_stores_rows_once_though_they_are_sent_twice(root, monkeypatch):
     storage = pytest.importorskip("trackio.sqlite_storage")
     for module in ("trackio.utils", "trackio.sqlite_storage"):
         monkeypatch.setattr(importlib.import_module(module), "TRACKIO_DIR", root / "trackio")
@@ -72,9 +72,7 @@ def read_records(data: bytes) -> Iterator[bytes]:
             held = b""
 
 
-def test_wandb_has_rows_in_the_file_of_an_offline_run_with_their_numbers_as_steps(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_wandb_has_rows_in_the_file_of_an_offline_run_with_their_numbers_as_steps(root, monkeypatch):
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports]
 
@@ -102,7 +100,7 @@ def test_wandb_has_rows_in_the_file_of_an_offline_run_with_their_numbers_as_step
 
 
 @pytest.fixture
-def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def client(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")  # mlflow-skinny has no store of its own
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
@@ -110,12 +108,12 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return mlflow.MlflowClient()
 
 
-def find_run(client: Any) -> Any:
+def find_run(client) -> Any:
     (run,) = client.search_runs([client.get_experiment_by_name("rollouts").experiment_id])
     return run
 
 
-def test_mlflow_stores_rows_once_in_one_run_though_they_are_sent_twice(root: Path, client: Any):
+def test_mlflow_stores_rows_once_in_one_run_though_they_are_sent_twice(root, client):
     open_named("mlflow", root).send(ROWS)
     open_named("mlflow", root).send([*ROWS, *REPEATED])
     run = find_run(client)
@@ -127,9 +125,7 @@ def test_mlflow_stores_rows_once_in_one_run_though_they_are_sent_twice(root: Pat
     assert run.data.metrics["rl/eval/heldout/avg_at_4"] == 0.25
 
 
-def test_a_row_that_mlflow_does_not_take_is_at_fault_and_a_run_that_was_deleted_is_not(
-    root: Path, client: Any
-):
+def test_a_row_that_mlflow_does_not_take_is_at_fault_and_a_run_that_was_deleted_is_not(root, client):
     sink = open_named("mlflow", root)
     with pytest.raises(RowsRefused, match="maximum length of 250"):
         sink.send([TrackedRow("metrics", make_row(1, **{"a/" + "b" * 300: 1.0}))])

@@ -59,7 +59,7 @@ def write_events(root: Path, *batches: list[TrackedRow], mark: Mark | None = Non
     return json.loads(marks[0])
 
 
-def test_what_a_killed_follower_wrote_after_the_mark_is_cut_off_and_written_again(tmp_path: Path):
+def test_what_a_killed_follower_wrote_after_the_mark_is_cut_off_and_written_again(tmp_path):
     """A row is a point of each metric, and a stage is a run."""
     rest = [*make_rows(3, 4), *make_rows(1, stage="sft"), EVALUATION]
     mark = write_events(tmp_path, make_rows(1, 2), rest)
@@ -78,7 +78,7 @@ def test_what_a_killed_follower_wrote_after_the_mark_is_cut_off_and_written_agai
     assert len(list(tmp_path.rglob("events.*"))) == 3
 
 
-def test_repeated_steps_of_a_resumed_run_replace_those_of_the_attempt_before(tmp_path: Path):
+def test_repeated_steps_of_a_resumed_run_replace_those_of_the_attempt_before(tmp_path):
     mark = write_events(tmp_path, make_rows(1, 2, 3, 4))
     write_events(tmp_path, make_rows(3, 4, 5, attempt=2), mark=mark)
     expected = [(1, -1.0), (2, -2.0), (3, -6.0), (4, -8.0), (5, -10.0)]
@@ -89,7 +89,7 @@ def test_repeated_steps_of_a_resumed_run_replace_those_of_the_attempt_before(tmp
 
 
 @pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+def collector(monkeypatch) -> Iterator[Collector]:
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
     with open_collector() as server:
@@ -97,7 +97,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
         yield server
 
 
-def refuse_steps(collector: Collector, status: int, *bad: int, most: int = 99) -> None:
+def refuse_steps(collector: Collector, status: int, *bad: int, most: int = 99):
     """The collector refuses requests that hold a row of one of these steps, or more rows."""
 
     def judge(path: str, body: bytes) -> tuple[int, bytes]:
@@ -110,7 +110,7 @@ def refuse_steps(collector: Collector, status: int, *bad: int, most: int = 99) -
     collector.judge = judge
 
 
-def test_a_point_has_the_time_of_its_row_and_the_labels_of_its_stage(collector: Collector):
+def test_a_point_has_the_time_of_its_row_and_the_labels_of_its_stage(collector):
     open_named("otlp").send([*make_rows(3), EVALUATION])
     labels = {"stage": "rl", "attempt": 1}
     values = {"step": 3.0, "policy_version": 2.0, "loss.total": -3.0, "reward.mean": 1.5}
@@ -121,7 +121,7 @@ def test_a_point_has_the_time_of_its_row_and_the_labels_of_its_stage(collector: 
     assert found[1:] == ((AT + 2) * 10**9, 0.25, {**labels, "evaluation": "heldout"})
 
 
-def test_a_span_keeps_its_time_and_the_same_row_has_the_same_ids(collector: Collector):
+def test_a_span_keeps_its_time_and_the_same_row_has_the_same_ids(collector):
     row = make_span(4, name="generate", track="vllm-0", start_unix=BEGAN + 0.25, id="g1-s0", tokens=12)
     for _ in range(2):  # as after a kill
         open_named("otlp").send([TrackedRow("spans", row, 8, Place(0, 77))])
@@ -142,9 +142,7 @@ SinkUnavailable | [408, 429, 500, 503]
 SinkRefused     | [401, 403, 404]
 RowsRefused     | [400, 413, 422]
 """)
-def test_an_answer_says_who_is_at_fault(
-    collector: Collector, error: str, statuses: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_answer_says_who_is_at_fault(collector, error, statuses: Any, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=top%20secret,tenant=1")
     for status in statuses:
         collector.faults = [status] * 9
@@ -154,7 +152,7 @@ def test_an_answer_says_who_is_at_fault(
     assert collector.headers[0]["x-key"] == "top secret"
 
 
-def test_a_single_row_is_at_fault_only_where_an_empty_message_is_taken(collector: Collector):
+def test_a_single_row_is_at_fault_only_where_an_empty_message_is_taken(collector):
     refuse_steps(collector, 400, 1)
     with pytest.raises(RowsRefused, match="400 to metrics: bad value of planted-secret"):
         open_named("otlp").send(make_rows(1))
@@ -163,7 +161,7 @@ def test_a_single_row_is_at_fault_only_where_an_empty_message_is_taken(collector
         open_named("otlp").send(make_rows(1))
 
 
-def test_values_that_a_collector_leaves_out_are_counted(collector: Collector):
+def test_values_that_a_collector_leaves_out_are_counted(collector):
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
         ExportMetricsPartialSuccess,
         ExportMetricsServiceResponse,
@@ -176,9 +174,7 @@ def test_values_that_a_collector_leaves_out_are_counted(collector: Collector):
     assert open_named("otlp", mark=mark).send(make_rows(2)) == {"left_out": 6}
 
 
-def test_the_command_leaves_out_what_is_refused_and_sends_all_else_once(
-    collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_command_leaves_out_what_is_refused_and_sends_all_else_once(collector, tmp_path, monkeypatch):
     """Of 20 rows of metrics and 20 spans two of each are refused, and the collector repeats our key. A
     fault comes first; a socket of an agent gets the rows too.
     """
@@ -215,7 +211,7 @@ def test_the_command_leaves_out_what_is_refused_and_sends_all_else_once(
 
 def receive_lines(server: socket.socket) -> list[str]:
     """What has arrived: datagrams on one machine are there when they have been sent."""
-    lines: list[str] = []
+    lines = []
     server.setblocking(False)
     while True:
         try:
@@ -234,7 +230,7 @@ def open_agent(monkeypatch: pytest.MonkeyPatch, host: str, port: str) -> Iterato
         yield server
 
 
-def test_plain_statsd_gets_the_newest_value_of_each_metric(monkeypatch: pytest.MonkeyPatch):
+def test_plain_statsd_gets_the_newest_value_of_each_metric(monkeypatch):
     with open_agent(monkeypatch, "STATSD_HOST", "STATSD_PORT") as server:
         sink = open_named("statsd")
         sink.send(make_rows(3, 4))
@@ -248,7 +244,7 @@ def test_plain_statsd_gets_the_newest_value_of_each_metric(monkeypatch: pytest.M
         ]
 
 
-def test_dogstatsd_gets_every_row_with_its_time_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_dogstatsd_gets_every_row_with_its_time_and_tags(tmp_path, monkeypatch):
     monkeypatch.setenv("DD_DOGSTATSD_URL", f"unix://{tmp_path / 'dsd'}")
     with pytest.raises(SinkUnavailable, match="nothing takes datagrams"):
         open_named("statsd").send(make_rows(1))
@@ -263,7 +259,7 @@ def test_dogstatsd_gets_every_row_with_its_time_and_tags(tmp_path: Path, monkeyp
         sink.send(make_rows(1))
 
 
-def test_every_metric_has_the_name_in_datadog_that_the_documentation_says(monkeypatch: pytest.MonkeyPatch):
+def test_every_metric_has_the_name_in_datadog_that_the_documentation_says(monkeypatch):
     names = {re.sub(r"\{\w+\}", "4", metric.name) for metric in METRICS}
     with open_agent(monkeypatch, "DD_AGENT_HOST", "DD_DOGSTATSD_PORT") as server:
         sink = open_named("statsd")
@@ -282,7 +278,7 @@ PROMETHEUS = "step 3 attempt 1 loss_total -3 reward_mean 1.5 eval_heldout_avg_at
 
 
 def test_a_scrape_reads_the_newest_values_also_of_a_sink_that_is_opened_again(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     from prometheus_client.parser import text_string_to_metric_families
 

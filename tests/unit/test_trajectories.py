@@ -73,7 +73,7 @@ SAYS = {"gptoss": "<|channel|>final<|message|>{text}"}
 MERGES = [("1", "2"), ("3", "4"), ("a", "n"), ("Ċ", "Ċ"), ("Ġ", "a")]
 
 
-def make_format(name: str, tokenizer: Any, *, history: Any = "template") -> ChatFormat:
+def make_format(name: str, tokenizer, *, history: Any = "template") -> ChatFormat:
     reads = READS[name]
     return make_chat_format(
         tokenizer,
@@ -83,7 +83,7 @@ def make_format(name: str, tokenizer: Any, *, history: Any = "template") -> Chat
     )
 
 
-def complete(token_ids: list[int], rng: Any, *, ended: bool) -> Completion:
+def complete(token_ids: list[int], rng, *, ended: bool) -> Completion:
     count = len(token_ids)
     return Completion(
         request_id="x",
@@ -94,7 +94,7 @@ def complete(token_ids: list[int], rng: Any, *, ended: bool) -> Completion:
     )
 
 
-def split_oddly(text: str, tokenizer: Any, rng: Any) -> list[int]:
+def split_oddly(text: str, tokenizer, rng) -> list[int]:
     """Ids of a text as a model may sample them: cut anywhere, so that merges are missed."""
     cuts = sorted({0, len(text), *rng.integers(0, len(text) + 1, 4).tolist()})
     special = [token.content for token in tokenizer.added_tokens_decoder.values()]
@@ -111,12 +111,12 @@ def split_oddly(text: str, tokenizer: Any, rng: Any) -> list[int]:
     ]
 
 
-def find_end(name: str, tokenizer: Any) -> str:
+def find_end(name: str, tokenizer) -> str:
     """The token that ends a turn without a call."""
     return {"gptoss": "<|return|>", "gemma3": "<end_of_turn>"}.get(name, tokenizer.eos_token)
 
 
-def sample_turn(name: str, tokenizer: Any, rng: Any) -> Completion:
+def sample_turn(name: str, tokenizer, rng) -> Completion:
     """A turn as a policy early in training writes one: a call, a text, or any tokens at all; some are cut."""
     reads, kind = READS[name], rng.integers(4)
     numbers = {"a": int(rng.integers(100)), "b": int(rng.integers(100))}
@@ -143,11 +143,11 @@ Exchange = tuple[list[int], Completion]  # what the engine took in and gave out
 
 
 def converse(
-    name: str, form: ChatFormat, tokenizer: Any, rng: Any, turns: int = 4
+    name: str, form: ChatFormat, tokenizer, rng, turns: int = 4
 ) -> tuple[list[Exchange], list[Node]]:
     node = form.begin([turn("user", "What is 12+34? You may add.")])
-    exchanges: list[Exchange] = []
-    answers: list[Node] = []
+    exchanges = []
+    answers = []
     for _ in range(turns):
         completion = sample_turn(name, tokenizer, rng)
         exchanges.append((node.tokens.tolist(), completion))
@@ -161,7 +161,7 @@ def converse(
     return exchanges, answers
 
 
-def check_exact(exchanges: list[Exchange], segments: tuple[Sample, ...]) -> None:
+def check_exact(exchanges: list[Exchange], segments: tuple[Sample, ...]):
     """Every completion trains once, after exactly what the engine had before it."""
     trained = 0
     for prompt, completion in exchanges:
@@ -196,7 +196,7 @@ TOKENIZERS: dict[str, Callable[[str], Any]] = {
 @cases("history: template extend")
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", READS)
-def test_what_trains_is_what_the_engine_took_in_and_gave_out(name: str, kind: str, history: str):
+def test_what_trains_is_what_the_engine_took_in_and_gave_out(name, kind, history):
     tokenizer = TOKENIZERS[kind](name)
     form = make_format(name, tokenizer, history=history)
     for seed in range(100):
@@ -204,9 +204,9 @@ def test_what_trains_is_what_the_engine_took_in_and_gave_out(name: str, kind: st
         check_exact(exchanges, as_segments(answers))
 
 
-def converse_by_encoding_again(name: str, form: ChatFormat, tokenizer: Any, rng: Any) -> None:
+def converse_by_encoding_again(name: str, form: ChatFormat, tokenizer, rng):
     """The usual way: every prompt, and in the end what trains, is the messages rendered and encoded."""
-    messages, exchanges = [turn("user", "What is 12+34? You may add.")], list[Exchange]()
+    messages, exchanges = [turn("user", "What is 12+34? You may add.")], []
     for _ in range(3):
         node = form.begin(messages)
         completion = sample_turn(name, tokenizer, rng)
@@ -259,7 +259,7 @@ gemma3            | no     | 1          | 1          |
 chatml            | no     | 1          | 1          |
 """)
 def test_a_segment_begins_where_the_template_rewrites_what_is_held(
-    name: str, thinks: bool, after_tool: int, after_user: int
+    name, thinks: bool, after_tool: int, after_user: int
 ):
     form = make_format(name, family_tokenizer(name))
     end = find_end(name, form.template.tokenizer)
@@ -281,7 +281,7 @@ def test_a_segment_begins_where_the_template_rewrites_what_is_held(
 
 
 @cases("name: chatml qwen2_5 llama3_1 gemma3 deepseek_v3 phi_4")
-def test_what_is_appended_is_what_the_template_writes(name: str):
+def test_what_is_appended_is_what_the_template_writes(name):
     tokenizer = family_tokenizer(name, merges=MERGES)
     form = make_format(name, tokenizer)
     end = find_end(name, tokenizer)
@@ -313,7 +313,7 @@ def test_an_answer_that_a_limit_cut_gets_its_end_token_masked():
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", READS)
-def test_special_tokens_in_what_the_world_says_become_no_special_id(name: str, kind: str):
+def test_special_tokens_in_what_the_world_says_become_no_special_id(name, kind):
     tokenizer = TOKENIZERS[kind](name)
     form = make_format(name, tokenizer)
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -345,7 +345,7 @@ BAD = {  # sampled text: what the reading says of it
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_a_call_that_cannot_be_read_is_a_turn_of_text_that_says_why(text: str):
+def test_a_call_that_cannot_be_read_is_a_turn_of_text_that_says_why(text):
     form = make_format("qwen2_5", family_tokenizer("qwen2_5"))
     answer, read = say(form, text, "<|im_end|>")
     assert BAD[text] in read.unreadable
@@ -386,7 +386,7 @@ def test_a_template_without_a_place_for_tools_wants_them_described():
 
 
 @cases("name: qwen3 mistral_v3_tekken deepseek_v3")
-def test_a_trajectory_goes_on_from_what_was_held(name: str):
+def test_a_trajectory_goes_on_from_what_was_held(name):
     """Held after each turn, as JSON, and with a cut answer: the same tokens, segments and next prompt."""
     tokenizer = family_tokenizer(name, merges=MERGES)
     form = make_format(name, tokenizer)

@@ -63,7 +63,7 @@ constant      | 7
 @cases("advantage: -0.5 0")
 @cases("form: 0 1 2 3 4")
 async def test_a_forked_trajectory_has_the_loss_and_the_gradient_that_it_has_in_one_piece(
-    unit: str, denominator: int, advantage: float, form: int
+    unit, denominator: int, advantage: float, form: int
 ):
     """Of the first turn and the short trajectory; rows in which all are 0 are not computed, and count."""
     spec = LossSpec("ppo_clip", unit=cast(Any, unit), constant=7.0, per_token=True)
@@ -103,9 +103,7 @@ reinforce_pp_token |
 turn_returns       | gamma = 0.9, whiten = true
 grpo               |
 """)
-def test_advantages_and_metrics_of_a_trajectory_in_segments_are_those_of_it_in_one_piece(
-    name: str, params: dict
-):
+def test_advantages_and_metrics_of_a_trajectory_in_segments_are_those_of_it_in_one_piece(name, params: dict):
     found, has_critic = [], name == "gae"
     config = rl_config(advantage=name, advantage_params=params, **{"critic": {}} if has_critic else {})
     for forked in (False, True):
@@ -147,7 +145,7 @@ def test_rewards_of_turns_are_at_their_ends_and_what_they_leave_at_the_trajector
 # --- rewards and metrics ------------------------------------------------------------------------------------
 
 
-async def play(sample: Sample, engine: Any, sampling: Any) -> list[Sample]:
+async def play(sample: Sample, engine, sampling) -> list[Sample]:
     """Two segments of three tokens each: the first turn gets 1, the second 2 times the place in the group."""
     done = await chat_generate(sample, engine, sampling)
     ends = np.arange(len(done.tokens)) == len(done.tokens) - 1
@@ -164,9 +162,9 @@ reward       | {"a": 0.25, "b": 0.25} | a = 0.25, b = 0.25, turns = 3.0
 group_reward | 0.5                    | final = 0.5, turns = 3.0
 """)
 async def test_rewards_of_turns_are_added_to_the_final_reward_once_and_a_trajectory_counts_once_in_metrics(
-    scorer: str, answer: Any, parts: dict
+    scorer, answer: Any, parts: dict
 ):
-    async def score(given: Any) -> Any:
+    async def score(given):
         return answer if scorer == "reward" else [answer] * len(given)
 
     run = make_run(num_prompts=1, generate=play, **{"reward": None, scorer: score})
@@ -181,7 +179,7 @@ async def test_rewards_of_turns_are_added_to_the_final_reward_once_and_a_traject
 
 
 async def test_an_evaluation_counts_trajectories(autojump_clock):
-    async def reward(sample: Sample) -> RewardResult:
+    async def reward(sample):
         return RewardResult(float(member_of(sample.id.removeprefix("eval-"))))
 
     run = make_run()

@@ -1,8 +1,5 @@
 """Trajectories of several turns without an event loop are those of an episode with the same completions."""
 
-import json
-import re
-from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,9 +20,10 @@ from rollouts.environments.turns import (
     generate_conversation_turn,
 )
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
-from rollouts.types import Completion, GenerateRequest, Sample, SamplingParams
+from rollouts.types import Completion, Sample, SamplingParams
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 from tests.support.text_tables import cases
+from tests.unit.program_runs import read_calls
 
 SAMPLING = SamplingParams(max_new_tokens=80, stop_token_ids=(FAKE_END,), seed=1)
 SAMPLE = Sample(id="g00000000-s000", prompt="You may divide.", group_index=0, metadata={"answer": "3"})
@@ -40,17 +38,7 @@ TOOLS = (make_tool(divide),)
 execute = partial(execute_tools, tools=[divide])
 
 
-def read_turn(text: str) -> Mapping[str, Any]:
-    """A call is `name{arguments}`, several stand side by side; the rest is content."""
-    text = text.removesuffix("<|end|>")
-    if text.count("{") != text.count("}"):
-        raise ValueError("a bracket is open")
-    calls = re.findall(r"(\w+)(\{.*?\})", text)
-    found = [{"function": {"name": name, "arguments": json.loads(given)}} for name, given in calls]
-    return {"content": "" if found else text, "tool_calls": found}
-
-
-MAKE_FORM = make_formats(FakeTokenizer(), read_turn=read_turn)  # type: ignore[arg-type]
+MAKE_FORM = make_formats(FakeTokenizer(), read_turn=read_calls)  # type: ignore[arg-type]
 
 
 def answer_step(turn: Turn) -> Observation:
@@ -63,11 +51,11 @@ async def step(turn: Turn) -> Observation:
     return answer_step(turn)
 
 
-async def say_nothing() -> None: ...
+async def say_nothing(): ...
 
 
 @asynccontextmanager
-async def open_world(row: Any) -> Any:
+async def open_world(row) -> Any:
     silent = dict.fromkeys(("reset", "score", "state"), say_nothing)
     yield SimpleNamespace(tools=(), step=step, **silent)
 
@@ -85,18 +73,16 @@ a text that is longer than the eighty tokens which the sampling allows, so it is
 no & divide{"a": 6, "b": 2} & end                   |                            | done
 no & no & no                                        | max_turns = 3              | turns
 """)
-async def test_a_rollout_is_the_episode_of_the_same_completions(
-    texts: str, settings: dict, end: str, autojump_clock: Any
-):
+async def test_a_rollout_is_the_episode_of_the_same_completions(texts, settings: dict, end, autojump_clock):
     said = texts.split(" & ")
     engine = ScriptedEngine(lambda request: ScriptedReply(said[int(request.request_id[15:] or 0)]))
-    exchanges: list[tuple[GenerateRequest, Completion]] = []
+    exchanges = []
 
-    async def generate(request: GenerateRequest) -> Completion:
+    async def generate(request):
         exchanges.append((request, await engine.generate(request)))
         return exchanges[-1][1]
 
-    def complete(requests: Sequence[GenerateRequest]) -> list[Completion]:
+    def complete(requests):
         request, completion = exchanges.pop(0)
         assert repr(requests) == repr([request])
         return [completion]
@@ -133,7 +119,7 @@ def test_a_stop_condition_ends_a_trajectory_before_its_calls_are_answered():
         say("divide{}"),
         replace(MAKE_FORM(TOOLS), read_turn=None),
         SAMPLING,
-        tool_parser=read_turn,
+        tool_parser=read_calls,
         tool_executor=lambda calls: pytest.fail("it ran a tool"),
         stop_condition=lambda turn: extract_tool_calls(turn.message)[0]["function"]["name"] == "divide",
     )

@@ -89,7 +89,7 @@ class MeasuringBackend(FakeBackend):
     was not finite. With every optimizer step its log-probs fall by `nats`.
     """
 
-    def __init__(self, *kls: float | None, step_s: float = 0.0, nats: float = 0.0) -> None:
+    def __init__(self, *kls: float | None, step_s: float = 0.0, nats: float = 0.0):
         super().__init__(step_s, 0.0, {})
         self._kls, self._nats = list(kls), nats
 
@@ -156,7 +156,7 @@ async def test_a_cancelled_step_is_whole_only_if_nothing_was_left_to_compute(
 ):
     """At 5 s and 25 s a forward pass is cut; at 15 s and 35 s an optimizer step ends, at 35 s the last."""
     backend = MeasuringBackend(0.0, 0.5, step_s=10.0)
-    results: list[Any] = []
+    results = []
     with trio.move_on_after(seconds):
         results = await train_times(3, backend)
     assert (len(results), backend.statistics()["steps"]) == (made, steps)

@@ -44,13 +44,13 @@ class Server:
     takes, deaf = True, False  # deaf: it answers 200, says the new version and keeps the old weights
     scores = True
 
-    def __init__(self, name: str, checksum: bool = False) -> None:
+    def __init__(self, name: str, checksum: bool = False):
         self.features = EngineFeatures(50, 512, keep_pause=name != "b", name=name, checksum=checksum)
         self.weights, self.version, self.paused = 0.0, -1, False
         self.calls: list[str] = []
         self.faults: dict[str, list[str]] = {}
 
-    async def phase(self, name: str) -> None:
+    async def phase(self, name: str):
         self.calls.append(name)
         await trio.sleep(0.1)
         fault = self.faults[name].pop(0) if self.faults.get(name) else ""
@@ -59,15 +59,15 @@ class Server:
         if fault == "fail":
             raise EngineUnreachable(f"{self.features.name} is gone")
 
-    async def pause(self, mode: str) -> None:
+    async def pause(self, mode: str):
         self.paused, self.mode = True, mode
         await self.phase("pause")
 
-    async def resume(self) -> None:
+    async def resume(self):
         await self.phase("resume")
         self.paused = False
 
-    async def update_weights_from_checkpoint(self, path: Path, version: int) -> None:
+    async def update_weights_from_checkpoint(self, path: Path, version: int):
         assert self.paused
         await self.phase("load")
         for _ in range(10):
@@ -75,7 +75,7 @@ class Server:
             self.read += 1
         self.take(float(path.name.removeprefix("w")), version)
 
-    def take(self, weights: float, version: int) -> None:
+    def take(self, weights: float, version: int):
         if self.takes:
             self.weights, self.version = self.weights if self.deaf else weights, version
 
@@ -113,7 +113,7 @@ class World:
 
     features = EngineFeatures(50, 512, name="fleet")
 
-    def __init__(self, *, checksum: bool = False, **options: Any) -> None:
+    def __init__(self, *, checksum: bool = False, **options):
         self.weights, self.weight_version, self.asked = 0.0, 0, 0
         self.failure: Exception | None = None  # of the trainer
         self.servers: Any = [Server(name, checksum) for name in NAMES]
@@ -154,7 +154,7 @@ class World:
         """As step(), with a trainer that goes on as soon as it may; and when that was."""
         released, left_at = trio.Event(), math.nan
 
-        async def leave() -> None:
+        async def leave():
             nonlocal left_at
             await released.wait()
             left_at = trio.current_time()
@@ -167,15 +167,15 @@ class World:
 
     # the keeper
 
-    async def hold(self, backend: Any) -> Any:
+    async def hold(self, backend) -> Any:
         await trio.sleep(0.5)
         return SimpleNamespace(weights=self.weights)
 
-    async def export(self, source: Any, version: int) -> Snapshot:
+    async def export(self, source, version: int) -> Snapshot:
         await trio.sleep(1)
         return Snapshot(Path(f"w{source.weights}"), f"digest of {source.weights}", 1000)
 
-    async def prune(self, keep: Path) -> None:
+    async def prune(self, keep: Path):
         self.pruned.append(keep.name)
 
     # the fleet
@@ -183,25 +183,25 @@ class World:
     def members_for_update(self) -> tuple[Any, ...]:
         return tuple(self.servers)
 
-    def needs_update(self, engine: Any) -> bool:
+    def needs_update(self, engine) -> bool:
         return engine.features.name not in self.serving
 
-    def close_admission(self, engine: Any) -> None:
+    def close_admission(self, engine):
         self.events.append(("close", engine.features.name))
 
-    def commit(self, engine: Any, version: int) -> bool:
+    def commit(self, engine, version: int) -> bool:
         self.serving.add(engine.features.name)
         self.events.append(("commit", engine.features.name))
         return True
 
-    def fail(self, engine: Any, error: Exception) -> None:
+    def fail(self, engine, error: Exception):
         name = engine.features.name
         self.events.append(("fail", name))
         self.errors[name] = error
         self.serving.discard(name)
         self.announce.send_nowait(engine)
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int):
         self.events.append(("publish", version))
 
     def those(self, kind: str) -> list[Any]:
@@ -210,7 +210,7 @@ class World:
     def paused(self) -> list[str]:
         return [server.features.name for server in self.servers if server.paused]
 
-    def restart(self, server: Server) -> None:
+    def restart(self, server: Server):
         """The fleet notices that `server` came back with its first weights, and announces it."""
         server.version, server.weights = -1, 0.0
         self.serving.discard(server.features.name)
@@ -254,7 +254,7 @@ async def test_every_engine_goes_through_all_phases_and_then_the_version_is_publ
 
 @cases("fault: fail hang")
 @pytest.mark.parametrize("phase", PHASES)
-async def test_an_engine_that_fails_in_any_phase_leaves_alone(autojump_clock, phase: str, fault: str):
+async def test_an_engine_that_fails_in_any_phase_leaves_alone(autojump_clock, phase, fault):
     world = World()
     await world.step(3.0)
     world.b.faults[phase] = [fault]
@@ -286,7 +286,7 @@ async def test_when_nobody_is_verified_nothing_is_published_and_each_failure_is_
 
 
 @cases("phase: pause load probe")
-async def test_a_cancelled_update_leaves_nobody_paused_and_nobody_half_admitted(autojump_clock, phase: str):
+async def test_a_cancelled_update_leaves_nobody_paused_and_nobody_half_admitted(autojump_clock, phase):
     world = World()
     for server in world.servers:
         server.faults[phase] = ["hang"]
@@ -321,7 +321,7 @@ no       | scores = false                      | did not score the probe
 no       | takes = false                       | reports weight version 1 after
 """)
 async def test_an_engine_that_does_not_prove_the_new_weights_leaves(
-    autojump_clock, checksum: bool, change: dict, says: str
+    autojump_clock, checksum: bool, change: dict, says
 ):
     """The update moves log-probs by 0.0005 nats, which the tolerance of 0.01 hides."""
     world = World(checksum=checksum)
@@ -359,7 +359,7 @@ class Transfer:
 
     outcome: dict[str, Exception] | Exception = {}
 
-    async def __call__(self, backend: Any, engines: Sequence[Any], version: int) -> Mapping[str, Any]:
+    async def __call__(self, backend, engines: Sequence[Any], version: int) -> Mapping[str, Any]:
         self.given = sorted(engine.features.name for engine in engines if engine.paused)
         await trio.sleep(1)
         if isinstance(self.outcome, Exception):
@@ -399,7 +399,7 @@ async def test_after_a_transfer_in_memory_there_is_a_snapshot_for_those_that_res
 
 
 async def test_a_restarted_engine_that_keeps_base_weights_within_the_tolerance_is_caught(
-    autojump_clock, monkeypatch: pytest.MonkeyPatch
+    autojump_clock, monkeypatch
 ):
     monkeypatch.setattr("rollouts.weight_sync.sync.MAX_REVIVALS", 1)
     world = World()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 from rollouts.config.schema import RunConfig
 from rollouts.environments.worlds import open_world
@@ -45,7 +44,7 @@ async def open_opener(name: str, *, timeout_s: float = 20, count: int = 4) -> As
 
 
 @cases("name: Game AsyncGame open_async")
-async def test_an_environment_lives_from_opening_to_closing(name: str):
+async def test_an_environment_lives_from_opening_to_closing(name):
     async with open_opener(name) as (open_one, workers):
         async with open_one({}) as world:
             assert await world.reset() == [{"role": "user", "content": "Guess!"}]
@@ -89,7 +88,7 @@ name                        | processes
 open_that_changes_directory | 2
 open_with_a_program         | 1
 """)
-async def test_a_process_that_is_left_as_it_was_serves_others(name: str, processes: int):
+async def test_a_process_that_is_left_as_it_was_serves_others(name, processes: int):
     async with open_opener(name) as (open_one, workers):
         for _ in range(2):
             await play(open_one, {})
@@ -101,7 +100,7 @@ async def test_a_process_that_is_left_as_it_was_serves_others(name: str, process
 
 @BOTH
 @cases("at: open reset step score")
-async def test_what_a_method_raises_fails_the_trajectory_and_is_its_cause(name: str, at: str):
+async def test_what_a_method_raises_fails_the_trajectory_and_is_its_cause(name, at):
     async with open_opener(name) as (open_one, _):
         with pytest.raises(
             EnvironmentFailed, match=f"^environment {name}: {at} raised KeyError: 'gone'"
@@ -121,7 +120,7 @@ print    | printed more than output_bytes
 hang     | took longer than 1 s; make it faster or raise
 fail     | raised EnvironmentFailed: the database is down
 """)
-async def test_an_environment_that_spoils_its_process_is_killed_alone(do: str, said: str):
+async def test_an_environment_that_spoils_its_process_is_killed_alone(do, said):
     async with open_opener("Game", timeout_s=1) as (open_one, _), open_one({}) as other:
         for at in ("open", "step"):
             with pytest.raises(EnvironmentFailed, match=f"^environment Game: {at} {said}"):
@@ -149,7 +148,7 @@ nan         | returned .*: it returned nan as its reward; it must be a finite nu
 metadata    | returned .*: metadata.a is a set
 bad_message | returned .*messages\\[0\\] has no content
 """)
-async def test_an_answer_that_is_none_names_environment_value_and_rule(name: str, answer: str, said: str):
+async def test_an_answer_that_is_none_names_environment_value_and_rule(name, answer, said):
     async with open_opener(name) as (open_one, _):
         with pytest.raises(EnvironmentFailed, match=f"^environment {name}: step {said}"):
             await play(open_one, {"answer": answer})
@@ -164,7 +163,7 @@ async def test_an_async_environment_that_a_plain_function_opens_names_the_way_ou
 
 
 @BOTH
-async def test_an_error_in_closing_does_not_fail_what_is_finished(name: str):
+async def test_an_error_in_closing_does_not_fail_what_is_finished(name):
     async with open_opener(name) as (open_one, _):
         for do in ("raise", "die") if name == "Game" else ("raise",):
             await play(open_one, {"at": "close", "do": do})
@@ -178,7 +177,7 @@ async def test_an_error_in_closing_does_not_fail_what_is_finished(name: str):
 
 @cases("name: Game AsyncGame open_async")
 @cases("at: between step")
-async def test_a_cancelled_trajectory_closes_its_environment_once(name: str, at: str):
+async def test_a_cancelled_trajectory_closes_its_environment_once(name, at):
     async with open_opener(name, timeout_s=600) as (open_one, workers):
         with trio.CancelScope() as scope:
             async with open_one({"at": at, "do": "hang"}) as world:
@@ -193,7 +192,7 @@ async def test_a_cancelled_trajectory_closes_its_environment_once(name: str, at:
 
 
 async def test_in_the_loop_a_step_has_its_time_and_a_task_that_fails_ends_its_trajectory(
-    autojump_clock: MockClock,
+    autojump_clock,
 ):
     opened = AsyncGame.opened
     options: Any = {"request": {}, "workers": None, "timeout_s": 2}
@@ -217,7 +216,7 @@ async def test_in_the_loop_a_step_has_its_time_and_a_task_that_fails_ends_its_tr
 # --- named by a config ---
 
 
-def make_config(**rollout: Any) -> RunConfig:
+def make_config(**rollout) -> RunConfig:
     data = [{"kind": "jsonl", "path": "rows.jsonl"}]
     return RunConfig.model_validate({"rl": {"data": data, "steps": 1, "rollout": rollout}})
 
@@ -239,7 +238,7 @@ environment | :refuse         | it is called with (row) but takes ()
 tools       | :calculat       | did you mean calculate?
 tools       | :Bare           | tool Bare: a model cannot call it
 """)
-def test_a_wrong_name_is_found_before_a_run(key: str, name: str, said: str):
+def test_a_wrong_name_is_found_before_a_run(key, name, said):
     findings, named = Findings(), f"{FILE}{name}"
     load_functions(make_config(**{key: [named] if key == "tools" else named}), ("rl",), findings)
     (found,) = [one for one in findings if one.subject == f"rl.rollout.{key}"]
