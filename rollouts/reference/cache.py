@@ -21,11 +21,12 @@ import torch
 import trio
 from trio.lowlevel import ParkingLot
 
+from rollouts.config.tables import FrozenDtype
 from rollouts.device_thread import DeviceThread
 from rollouts.errors import BackendClosed, ConfigError
 from rollouts.models.load import resolve_model
 from rollouts.reference.quantize import count_bytes_by_headers
-from rollouts.reference.score import FrozenReference, ReferenceDtype, Say, open_frozen_reference
+from rollouts.reference.score import FrozenReference, Say, open_frozen_reference
 
 T = TypeVar("T")
 
@@ -156,7 +157,7 @@ def open_reference_cache(
     device_thread: DeviceThread,
     micro_batch_tokens: int = 8192,
     device: str = "cpu",
-    dtype: ReferenceDtype = "float32",
+    dtype: FrozenDtype = "float32",
     cache_dir: Path | None = None,
     say: Say = lambda _: None,
 ) -> AbstractAsyncContextManager[ReferenceCache[FrozenReference]]:
