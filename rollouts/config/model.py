@@ -1,7 +1,5 @@
 """The table of a config that says which model trains, and what of it."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt

@@ -1,7 +1,5 @@
 """What settings are made of, and the tables of a config that are no stages."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
