@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import httpx
 import torch
@@ -53,7 +53,7 @@ from rollouts.protocols import (
 from rollouts.ranks.meet import OpenRanks, Ranks
 from rollouts.reference.moving import REFERENCE, UpdateRule, open_moving_reference
 from rollouts.reference.score import open_frozen_reference
-from rollouts.reference.server import open_server_reference
+from rollouts.reference.server import ServerKind, open_server_reference
 from rollouts.rewards.reward_model import add_model_reward, open_model_reward
 from rollouts.run_dir import parse_step
 from rollouts.types import FloatRows, RolloutBatch, SamplingParams
@@ -353,7 +353,6 @@ class AdapterStart(NamedTuple):
     """A LogProbScorer: the model that an adapter's stage started from, which is there anyway."""
 
     backend: Backend
-    metrics: Mapping[str, float] = {}
 
     async def score(self, batch: RolloutBatch) -> FloatRows:
         """[T_i] per row; 0.0 where the loss mask is 0."""
@@ -408,7 +407,7 @@ def scorer_options(run: Run, opened: Stage) -> dict[str, Any]:
     }
 
 
-async def find_server_kind(setting: str, url: str) -> Literal["vllm", "sglang"]:
+async def find_server_kind(setting: str, url: str) -> ServerKind:
     """What serves there: of the two only vLLM tells its version to anybody. Raises ConfigError for a
     server that does not answer.
     """

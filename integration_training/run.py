@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import trio
 from rich.console import Console
@@ -53,16 +52,9 @@ TOKEN_ARRAYS = 4 << 30  # bytes of per-token arrays that a run keeps of its newe
 # --- the ranks ----------------------------------------------------------------------------------------------
 
 
-def choose_run_device(config: RunConfig, launch: Launch) -> Literal["cpu", "cuda"]:
-    """Where this process computes. Raises ConfigError where that is not to be had."""
-    return choose_device(
-        config.model.device, deterministic=config.deterministic, local_ranks=launch.local_world_size
-    )
-
-
 def join_ranks(launch: Launch, config: RunConfig) -> AbstractAsyncContextManager[OpenRanks]:
     """This process connected with the other ranks."""
-    choose = partial(choose_run_device, config, launch)
+    choose = partial(choose_device, config, local_ranks=launch.local_world_size)
     return open_ranks(launch, shard_size=config.distributed.shard_size, choose_device=choose)
 
 
@@ -116,7 +108,7 @@ async def run_training(command: argparse.Namespace, config: RunConfig, launch: L
         look_at_run(*what, findings, local_ranks=ranks)
         return print_findings(findings, console)
     # ranks choose when they meet, and hear of a refusal
-    device = choose_run_device(config, launch) if launch.world_size == 1 else ""
+    device = choose_device(config, local_ranks=1) if launch.world_size == 1 else ""
     prepared = prepare_run(*what, findings)
     for level, subject, message in findings:
         if level == "warning" or "left out" in message:  # what does not train is always said

@@ -185,43 +185,24 @@ class SyncWeights(Protocol):
     ) -> Awaitable[Mapping[str, float]]: ...
 
 
-class GenerateFn(Protocol):
-    """Completes a sample on the fleet; several samples are segments of one trajectory and share its
-    reward.
-    """
-
-    def __call__(
-        self, sample: Sample, engine: InferenceEngine, sampling: SamplingParams, /
-    ) -> Sample | Sequence[Sample] | Awaitable[Sample | Sequence[Sample]]: ...
+# --- plug-ins, each sync or async ---------------------------------------------------------------------------
 
 
+T = TypeVar("T")
+Answer = T | Awaitable[T]
 RewardValue = float | Mapping[str, float] | RewardResult
 
-
-class RewardFn(Protocol):
-    """Scores one sample."""
-
-    def __call__(self, sample: Sample, /) -> RewardValue | Awaitable[RewardValue]: ...
-
-
-class GroupRewardFn(Protocol):
-    """Scores the samples of a group together, one value per sample."""
-
-    def __call__(
-        self, samples: Sequence[Sample], /
-    ) -> Sequence[RewardValue] | Awaitable[Sequence[RewardValue]]: ...
+# completes a sample on the fleet; several samples are segments of one trajectory and share its reward
+GenerateFn = Callable[[Sample, InferenceEngine, SamplingParams], Answer[Sample | Sequence[Sample]]]
+RewardFn = Callable[[Sample], Answer[RewardValue]]  # scores one sample
+# scores the samples of a group together, one value per sample
+GroupRewardFn = Callable[[Sequence[Sample]], Answer[Sequence[RewardValue]]]
+FilterFn = Callable[[SampleGroup], Answer[bool | FilterDecision]]  # decides whether a scored group trains
+# how much a scored group is worth training on: a finite number, the higher the better
+RankerFn = Callable[[SampleGroup], Answer[float]]
 
 
-class FilterFn(Protocol):
-    """Decides whether a scored group trains."""
-
-    def __call__(self, group: SampleGroup, /) -> bool | FilterDecision | Awaitable[bool | FilterDecision]: ...
-
-
-class RankerFn(Protocol):
-    """How much a scored group is worth training on: a finite number, the higher the better."""
-
-    def __call__(self, group: SampleGroup, /) -> float | Awaitable[float]: ...
+# --- what a run keeps, and asks -----------------------------------------------------------------------------
 
 
 class MetricsLogger(Protocol):

@@ -39,17 +39,17 @@ STEP_NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # one name for each step
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
-class _Inside:
+class _Inside(NamedTuple):
     """A path in a run directory. With `own` RunDirError is raised when it is a symbolic link that leads out
     of it: what is pruned there may be another's.
     """
 
-    def __init__(self, name: str, *, own: bool = False) -> None:
-        self._name, self._own = name, own
+    name: str
+    own: bool = False
 
     def __get__(self, run_dir: RunDir, owner: type[RunDir]) -> Path:
-        path = run_dir.root / self._name
-        if self._own:
+        path = run_dir.root / self.name
+        if self.own:
             check_inside(run_dir.root, path)
         return path
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, dataclass_transform
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -40,6 +40,13 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 FloatRows = tuple[FloatArray, ...]  # one array [T_i] per row
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def record(described: type[T]) -> type[T]:
+    """A class of frozen records, made by keyword: a dataclass."""
+    return dataclass(frozen=True, slots=True, kw_only=True)(described)
 
 
 class Status(StrEnum):
@@ -288,7 +295,7 @@ class RolloutBatch:
         return np.asarray([np.count_nonzero(mask) for mask in self.loss_masks], np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SamplingParams:
     """How one completion is sampled."""
 
@@ -300,7 +307,7 @@ class SamplingParams:
     seed: int | None = None  # key of a counter-based stream: the same seed gives the same draws
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GenerateRequest:
     """Token ids in."""
 
@@ -318,7 +325,7 @@ class GenerateRequest:
 FinishReason = Literal["stop", "length", "abort"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Completion:
     """Token ids out: what an engine answers to one request."""
 
@@ -373,6 +380,7 @@ class FilterDecision(NamedTuple):
 
 
 LossUnit = Literal["tokens", "sequences", "sequence_sums", "constant"]
+LossParams = Mapping[str, float | int | bool | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,15 +388,13 @@ class LossSpec:
     """A loss by name, so that it crosses ranks and wires."""
 
     name: str  # a key of losses.LOSSES, or module:function
-    params: Mapping[str, float | int | bool | str] = field(
-        default_factory=dict
-    )  # passed to the loss by keyword
+    params: LossParams = field(default_factory=dict)  # passed to the loss by keyword
     unit: LossUnit = "tokens"  # what the global denominator counts
     constant: float | None = None  # the denominator when unit is "constant"
     per_token: bool = False  # forward_backward is to answer with TokenArrays too
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OptimParams:
     """Settings of one optimizer step; they override the backend's own."""
 
@@ -411,7 +417,7 @@ class TokenArrays:
     weights: FloatRows  # the correction's weight that multiplied the token's loss; 1 where the loss had none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TimedResult:
     """When a backend did what it was asked for."""
 
@@ -419,7 +425,7 @@ class TimedResult:
     queued: int = field(default=0, compare=False)  # jobs of that thread that were to be done before it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ForwardBackwardResult(TimedResult):
     """What forward_backward did with a batch."""
 
@@ -430,7 +436,7 @@ class ForwardBackwardResult(TimedResult):
     per_token: TokenArrays | None = None  # None: not asked for (LossSpec.per_token), or skipped
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OptimStepResult(TimedResult):
     """What optim_step did."""
 

@@ -33,7 +33,7 @@ def compute_gae(
     gamma: float = 1.0,
     lam: float | ArrayLike = 1.0,
     critic_lam: float | None = None,
-    bootstrap_values: ArrayLike | None = None,
+    bootstrap_values: ArrayLike = 0.0,
 ) -> GAEResult:
     """A_t = δ_t + gamma·lam·A_{t+1} with δ_t = r_t + gamma·V_{t+1} − V_t, and returns = A + V, over the
     trained tokens of each row.
@@ -46,9 +46,10 @@ def compute_gae(
     gamma or lam outside 0 to 1, and naming the row with a trained value that is not finite.
     """
     rows = len(loss_masks)
-    given = lam, 0.0 if bootstrap_values is None else bootstrap_values
     try:
-        lams, bootstrap = (np.broadcast_to(np.asarray(each, np.float64), rows) for each in given)
+        lams, bootstrap = (
+            np.broadcast_to(np.asarray(each, np.float64), rows) for each in (lam, bootstrap_values)
+        )
     except ValueError as error:
         raise ValueError(
             f"lam and bootstrap_values: {error}; give one number, or one per row of {rows}"

@@ -1,12 +1,10 @@
 """The table of a config that says which model trains, and what of it."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from rollouts.config.tables import NameText, Once, PathText, Section
+from rollouts.config.tables import FrozenDtype, NameText, Once, PathText, Section
 
 ALL_LINEAR = "all-linear"
 
@@ -28,7 +26,7 @@ class LoraConfig(Section):
     """a directory of PEFT with the adapter that training starts from, of the same rank, alpha and targets;
     empty: B is 0
     """
-    base: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"
+    base: FrozenDtype = "float32"
     """how the model's own matrices, which do not train, are kept; all is computed from float32 copies of
     one layer at a time
     """

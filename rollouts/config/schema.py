@@ -1,7 +1,5 @@
 """The settings of a run: frozen pydantic models. Few settings; a new one is a decision."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 

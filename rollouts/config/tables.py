@@ -1,11 +1,9 @@
 """What settings are made of, and the tables of a config that are no stages."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -78,6 +76,7 @@ Once = AfterValidator(_check_once)
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Params = dict[str, float | int | bool | str]
+FrozenDtype = Literal["float32", "bfloat16", "8bit", "4bit"]
 
 
 def _absolute_path(path: str, info: ValidationInfo) -> str:
@@ -129,7 +128,6 @@ Tables = (_as_list, WrapSerializer(_unwrap))  # a list, of which a single table 
 # --- tables -------------------------------------------------------------------------------------------------
 
 Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow", "otlp", "statsd", "prometheus"]
-TRACKERS = get_args(Tracker)
 
 
 class OutputConfig(Section):
@@ -374,7 +372,7 @@ class ReferenceConfig(Section):
     following the policy.
     """
 
-    dtype: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"
+    dtype: FrozenDtype = "float32"
     """of a teacher too; 8bit and 4bit need the extra reference-quant; the KL's bias is logged"""
     where: Annotated[str, Field(pattern="^(trainer$|https?://)")] = "trainer"
     """trainer: beside it; or the http(s) address of a vLLM or SGLang server that serves this very model"""

@@ -32,13 +32,11 @@ class ChatTokenizer(Protocol):
 
     chat_template: Any
     all_special_tokens: Any
+    apply_chat_template: Any
 
     @property
     def added_tokens_decoder(self) -> Any: ...  # id → AddedToken
 
-    def apply_chat_template(
-        self, conversation: Any, *, tokenize: bool = ..., add_generation_prompt: bool = ...
-    ) -> Any: ...
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> Any: ...
     def decode(self, token_ids: Any) -> Any: ...
 
@@ -63,12 +61,12 @@ class Template(NamedTuple):
 
     def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = False) -> str:
         """What the template writes. Raises DataError if it refuses the messages."""
-        apply: Any = self.tokenizer.apply_chat_template
         params = {**self.params, "add_generation_prompt": add_generation_prompt}
         if self.tools:
             params["tools"] = [dict(tool) for tool in self.tools]
         try:
-            return apply([self._in_form(message) for message in messages], tokenize=False, **params)
+            turns = [self._in_form(message) for message in messages]
+            return self.tokenizer.apply_chat_template(turns, tokenize=False, **params)
         except Exception as error:  # a template raises what its author chose, and jinja adds its own
             raise DataError(
                 "the chat template refuses messages with the roles"

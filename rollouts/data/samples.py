@@ -170,10 +170,8 @@ def prepare_preference_mixture(
     fields = ("chosen", "rejected") if use == "pair" else ("completion",)
     pairs = [{field: row[field] for field in fields} for row in rows]
     if use == "labelled":
-        try:
+        with naming(name):
             others = mismatch_completions([json.dumps(row["prompt"], sort_keys=True) for row in rows])
-        except ValueError as error:
-            raise DataError(f"{name}: {error}; use rows of several prompts") from error
         for pair, other in zip(pairs, others, strict=True):
             pair["the completion of another row"] = rows[other]["completion"]
     left = iter(pairs)
@@ -202,12 +200,13 @@ def mismatch_completions(prompt_ids: Sequence[Hashable]) -> list[int]:
     """For each row the next row, cyclically, whose prompt is another one: its completion after this prompt
     makes a mismatched pair.
 
-    Raises ValueError if all prompts are the same: every completion then matches.
+    Raises DataError if all prompts are the same: every completion then matches.
     """
-    count = len(prompt_ids)
-    if len(set(prompt_ids)) < 2:
-        raise ValueError(
-            f"{count} rows have {len(set(prompt_ids))} different prompt; mismatched pairs need at least two"
+    count, different = len(prompt_ids), len(set(prompt_ids))
+    if different < 2:
+        raise DataError(
+            f"{count} rows have {different} different prompt; mismatched pairs need at least two; use rows of"
+            " several prompts"
         )
     following = [0] * (2 * count)
     for row in range(2 * count - 2, -1, -1):

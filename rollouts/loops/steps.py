@@ -35,7 +35,7 @@ from rollouts.loops.stopping import LAST_COUNTS, Stop
 from rollouts.loops.updates import UpdateResult, record_updates, step_metrics, train, work_metrics
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import MetricsLogger, TrainingBackend
-from rollouts.types import FloatArray, JSONValue, LossSpec, RolloutBatch
+from rollouts.types import FloatArray, JSONValue, LossSpec, RolloutBatch, record
 
 if TYPE_CHECKING:
     from rollouts.losses.row_losses import LinearisedRows
@@ -137,7 +137,7 @@ async def do_nothing(*of_a_step: object) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StepHooks:
     """What a loop is handed to save and evaluate with. `step` counts completed steps."""
 

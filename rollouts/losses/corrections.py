@@ -159,13 +159,13 @@ def opsm(inputs: LossInputs, *, delta: float = 0.1) -> Judged:
     What the policy has moved away from is not pushed further. lp is the policy as it is now. Paper:
     DeepSeek-V3.2, 2512.02556.
     """
-    gap = compute_log_ratio(inputs.need("rollout_log_probs"), inputs.log_probs.detach())
+    gap = compute_log_ratio(inputs.mu, inputs.log_probs.detach())
     mean = compute_row_mean(gap, inputs.mask)
     return mean, (mean > delta) & (inputs.need("advantages") < 0)
 
 
 def _need_both(inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    mu = inputs.need("rollout_log_probs")
+    mu = inputs.mu
     if inputs.old_log_probs is None:
         raise ConfigError(
             "a correction that weighs by exp(old - mu) needs old log-probs: the ratio is against the engine"
@@ -178,7 +178,7 @@ def _need_both(inputs: LossInputs) -> tuple[Tensor, Tensor]:
 def _compute_log_weights(inputs: LossInputs) -> Tensor:
     """[B, T] log w, q being old_log_probs or else the policy itself."""
     policy = inputs.log_probs if inputs.old_log_probs is None else inputs.old_log_probs
-    return compute_log_ratio(policy.detach(), inputs.need("rollout_log_probs"))
+    return compute_log_ratio(policy.detach(), inputs.mu)
 
 
 # --- by name ------------------------------------------------------------------------------------------------

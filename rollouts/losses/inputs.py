@@ -8,17 +8,17 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rollouts.errors import ConfigError, PlugInError
-from rollouts.types import EffectiveShare, Max, Mean, Metric, Min
+from rollouts.types import EffectiveShare, Max, Mean, Metric, Min, record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class LossInputs:
     """Per-token values of one micro-batch, all [B, T]. What lies outside the mask is garbage, perhaps NaN."""
 
@@ -42,9 +42,14 @@ class LossInputs:
         require(values is not None, f"the loss needs {name} and the batch has none; fill RolloutBatch.{name}")
         return values
 
+    @property
+    def mu(self) -> Tensor:
+        """The engine's log-probs. Raises ConfigError where the batch lacks them."""
+        return self.need("rollout_log_probs")
+
     def need_old(self) -> Tensor:
         """What a ratio is taken against: recomputed log-probs, or mu. Raises ConfigError without."""
-        return self.need("rollout_log_probs") if self.old_log_probs is None else self.old_log_probs
+        return self.mu if self.old_log_probs is None else self.old_log_probs
 
 
 class LossOutput(NamedTuple):

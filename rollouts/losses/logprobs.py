@@ -81,7 +81,7 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, targets, log_sum, entropy = ctx.saved_tensors
         temperature, entropy_gradient = ctx.options
         wide = log_sum.dtype
-        grad, grad_entropy = (each.to(wide) / temperature for each in (grads[0], grads[1]))
+        grad, grad_entropy = (each.to(wide) / temperature for each in grads)
         needed = (grad != 0) | (grad_entropy != 0) if entropy_gradient else grad != 0  # a NaN is not zero
         alive = needed.nonzero().squeeze(-1)
         grad_hidden = torch.zeros_like(hidden)

@@ -58,7 +58,7 @@ def ppo_clip_loss(
 @policy_loss("mu")
 def importance_sampling_loss(inputs: LossInputs, advantages: Tensor) -> PolicyTerm:
     """−A·exp(lp − mu): the unclipped off-policy gradient, against mu even when old is there."""
-    ratio = compute_token_ratio(inputs.log_probs, inputs.need("rollout_log_probs"))
+    ratio = compute_token_ratio(inputs.log_probs, inputs.mu)
     return PolicyTerm(-advantages * ratio, ratio)
 
 
@@ -107,7 +107,7 @@ def dppo_loss(
     ratio: rare tokens may move by large ratios. Paper: DPPO, 2602.04879. With mu_penalty_coef = 1e-3 this is
     the default loss of prime-rl (2602.02276).
     """
-    distance = inputs.log_probs.detach().exp() - inputs.need("rollout_log_probs").exp()
+    distance = inputs.log_probs.detach().exp() - inputs.mu.exp()
     return _stop_beyond(inputs, advantages, distance, tv_low, tv_high)
 
 
@@ -121,7 +121,7 @@ def dppo_kl_loss(
     KL = p·(mu − lp) + (1 − p)·log((1 − p)/(1 − q)), p = e^mu, q = e^lp, in nats; a probability above 1 − 1e-6
     counts as that. Paper: DPPO, 2602.04879 (binary KL).
     """
-    mu, policy = inputs.need("rollout_log_probs"), inputs.log_probs.detach()
+    mu, policy = inputs.mu, inputs.log_probs.detach()
     log_rest, log_policy_rest = (
         torch.log(-torch.expm1(values.clamp(max=HIGHEST_LOG_PROB))) for values in (mu, policy)
     )
@@ -136,7 +136,7 @@ def dro_loss(inputs: LossInputs, advantages: Tensor, *, beta: float = 0.05) -> P
 
     The papers (2405.19107; 2501.12599) square the sequence's log-ratio, not the token's.
     """
-    gap = inputs.log_probs - inputs.need("rollout_log_probs")
+    gap = inputs.log_probs - inputs.mu
     return PolicyTerm(-advantages * inputs.log_probs + 0.5 * beta * gap.square())
 
 
@@ -208,7 +208,7 @@ def vespo_loss(
     sequences that have become unlikely or far likelier. The ratio metrics are of W. Paper: VESPO, 2602.10693;
     defaults of TRL.
     """
-    log_ratio = compute_row_sum(inputs.log_probs.detach() - inputs.need("rollout_log_probs"), inputs.mask)
+    log_ratio = compute_row_sum(inputs.log_probs.detach() - inputs.mu, inputs.mask)
     ratio, positive = torch.exp(log_ratio), advantages >= 0
     k = torch.where(positive, k_positive, k_negative)
     decay = torch.where(positive, lambda_positive, lambda_negative)
@@ -312,7 +312,7 @@ def _stop_beyond(
     inputs: LossInputs, advantages: Tensor, distance: Tensor, low: float, high: float
 ) -> PolicyTerm:
     """−A·exp(lp − mu), 0 where the update would go on beyond a signed distance of −low or high."""
-    ratio = compute_token_ratio(inputs.log_probs, inputs.need("rollout_log_probs"))
+    ratio = compute_token_ratio(inputs.log_probs, inputs.mu)
     below, above = _find_clipped(distance, advantages, -low, high)
     return PolicyTerm(torch.where(below | above, 0.0, -advantages * ratio), ratio, below, above)
 

@@ -9,7 +9,7 @@ thread. Axes: B rows, P pairs; rows of a pair stand after each other, chosen fir
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -33,10 +33,9 @@ from rollouts.losses.preference_losses import (
     resolve_preference_loss,
 )
 from rollouts.losses.reward_model_losses import bradley_terry_loss, compute_pair_calibration
-from rollouts.types import Mean, Metric, metric_values
+from rollouts.types import LossParams, Mean, Metric, metric_values
 
 Values = NDArray[np.float64]  # [B] or [P]
-Params = Mapping[str, float | int | bool | str]
 
 KTO = "kto"
 REWARDS = ("rewards/chosen", "rewards/rejected")
@@ -55,7 +54,7 @@ RowLoss = Callable[..., LinearisedRows]
 """Made by the functions below, each of which says what it is called with."""
 
 
-def make_pair_loss(name: str, params: Params) -> RowLoss:
+def make_pair_loss(name: str, params: LossParams) -> RowLoss:
     """`loss(log_probs [2P], *, ref_log_probs [2P] or None, lengths [2P])` of a loss on pairs: a key of
     PREFERENCE_LOSSES, or module:function.
 
@@ -72,7 +71,7 @@ def make_pair_loss(name: str, params: Params) -> RowLoss:
     return loss
 
 
-def make_kto_loss(params: Params, *, num_desirable: int, num_undesirable: int) -> RowLoss:
+def make_kto_loss(params: LossParams, *, num_desirable: int, num_undesirable: int) -> RowLoss:
     """`loss(log_probs [B], *, ref_log_probs [B], desirable [B], others [B] or None, ref_others [B] or None)`
     of KTO.
 
@@ -179,7 +178,7 @@ def compares_with_reference(name: str) -> bool:
     return name == KTO or bool(references & inspect.signature(_resolve(name)).parameters.keys())
 
 
-def check_preference_loss(name: str, params: Params) -> None:
+def check_preference_loss(name: str, params: LossParams) -> None:
     """Raises ConfigError if there is no such loss, or it does not take these parameters; PlugInError for a
     function that cannot be imported. A function of the user is not called.
     """

@@ -30,7 +30,7 @@ Metrics (means over trained tokens, unless said otherwise; absent where the batc
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ from rollouts.losses.inputs import (
     sum_tokens,
 )
 from rollouts.losses.kl import KlEstimator, compute_kl_penalty
-from rollouts.types import LossUnit
+from rollouts.types import LossUnit, record
 
 RatioAgainst = Literal["old", "mu", "none"]
 """old: recomputed log-probs, or mu where there are none; mu: always the engine's; none: no ratio."""
@@ -66,7 +66,7 @@ class PolicyTerm(NamedTuple):
     shares: Mapping[str, Tensor] = {}  # more metrics: [B, T] bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Terms:
     """Keywords of every policy loss beside its own."""
 
@@ -154,7 +154,7 @@ def _finish(
     if terms.entropy_coef != 0:
         parts["loss/entropy"] = -terms.entropy_coef * _choose_entropy(inputs, terms)
     if terms.mu_penalty_coef > 0:
-        gap = compute_log_ratio(inputs.log_probs, inputs.need("rollout_log_probs"))
+        gap = compute_log_ratio(inputs.log_probs, inputs.mu)
         parts["loss/mu_penalty"] = terms.mu_penalty_coef * gap.square()
     token_losses = functools.reduce(torch.add, parts.values())
     return sum_tokens(token_losses, inputs, unit, values | parts)

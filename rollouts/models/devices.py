@@ -6,20 +6,20 @@ from typing import Literal
 
 import torch
 
+from rollouts.config.schema import RunConfig
 from rollouts.errors import ConfigError
 
 
-def choose_device(
-    wanted: Literal["auto", "cpu", "cuda"], *, deterministic: bool = False, local_ranks: int = 1
-) -> Literal["cpu", "cuda"]:
-    """Where a run computes whose model.device is `wanted`. "auto": a GPU where torch has one, but the CPU in
-    deterministic mode.
+def choose_device(config: RunConfig, *, local_ranks: int) -> Literal["cpu", "cuda"]:
+    """Where a run computes. model.device = "auto": a GPU where torch has one, but the CPU in deterministic
+    mode.
 
     local_ranks: processes of the run on this machine; each takes a GPU of its own. Nothing is put on a
     device. Raises ConfigError where "cuda" is wanted and torch has none, and where there are fewer GPUs than
     local_ranks.
     """
-    if wanted == "cpu" or (wanted == "auto" and (deterministic or not torch.cuda.is_available())):
+    wanted = config.model.device
+    if wanted == "cpu" or (wanted == "auto" and (config.deterministic or not torch.cuda.is_available())):
         return "cpu"
     if not torch.cuda.is_available():
         why = (
@@ -41,20 +41,18 @@ def choose_device(
     return "cuda"
 
 
-def read_free_gpu_memory(
-    wanted: Literal["auto", "cpu", "cuda"], *, deterministic: bool = False, local_ranks: int = 1
-) -> int | None:
+def read_free_gpu_memory(config: RunConfig, *, local_ranks: int) -> int | None:
     """Bytes free on the fullest GPU of choose_device's choice; None on the CPU. Raises ConfigError as it
     does, and for a GPU that does not answer.
     """
-    if choose_device(wanted, deterministic=deterministic, local_ranks=local_ranks) == "cpu":
+    if choose_device(config, local_ranks=local_ranks) == "cpu":
         return None
     try:
         return min(torch.cuda.mem_get_info(index)[0] for index in range(local_ranks))
     except RuntimeError as error:
         raise ConfigError(
-            f"model.device={wanted!r}: a GPU cannot be used ({error}); see what else runs there, or set"
-            " model.device='cpu'"
+            f"model.device={config.model.device!r}: a GPU cannot be used ({error}); see what else runs there,"
+            " or set model.device='cpu'"
         ) from error
 
 

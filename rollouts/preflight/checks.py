@@ -109,9 +109,7 @@ def look_at_run(
 
     run, gpu_bytes = prepare_run(config, stages, run_dir, findings), None
     with findings.reporting("model.device"):
-        gpu_bytes = read_free_gpu_memory(
-            config.model.device, deterministic=config.deterministic, local_ranks=local_ranks
-        )
+        gpu_bytes = read_free_gpu_memory(config, local_ranks=local_ranks)
         findings.note("ok", "model.device", "on the CPU" if gpu_bytes is None else "on a GPU")
     present = [stage for stage in stages if getattr(config, stage)]
     with findings.reporting("memory"):

@@ -12,18 +12,21 @@ waits for another. A task that asks for a lease inside a lease breaks that rule:
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import trio
+from trio.lowlevel import ParkingLot
 
+from rollouts.config.tables import FrozenDtype
 from rollouts.device_thread import DeviceThread
 from rollouts.errors import BackendClosed, ConfigError
 from rollouts.models.load import resolve_model
 from rollouts.reference.quantize import count_bytes_by_headers
-from rollouts.reference.score import FrozenReference, ReferenceDtype, Say, open_frozen_reference
+from rollouts.reference.score import FrozenReference, Say, open_frozen_reference
 
 T = TypeVar("T")
 
@@ -46,22 +49,24 @@ class _Loaded(Generic[T]):
     leases: int = 0
 
 
+@dataclass(eq=False)
 class ReferenceCache(Generic[T]):
-    """Models in memory, by name. Made by open_model_cache."""
+    """At most `budget_bytes` of models in memory, by name, for as long as an `aclosing` around it is open.
+    Nothing is loaded before a lease asks for it.
+    """
 
-    def __init__(
-        self,
-        budget_bytes: int,
-        measure: Measure,
-        open_model: Callable[[str], AbstractAsyncContextManager[T]],
-    ) -> None:
-        self._budget = budget_bytes
-        self._measure, self._open = measure, open_model
-        self._loaded: dict[str, _Loaded[T]] = {}  # least recently used first
-        self._turn = trio.Lock()  # of the task that makes room and loads; fair
-        self._lease_ended = trio.lowlevel.ParkingLot()
-        self._closed = False
-        self._used = self._peak = self._loads = 0
+    budget_bytes: int
+    measure: Measure  # of a model, before it is loaded
+    # loads a model, and frees its memory when it is left. When it raises, Cancelled too, nothing of the model
+    # is left in memory
+    open_model: Callable[[str], AbstractAsyncContextManager[T]]
+    _loaded: dict[str, _Loaded[T]] = field(default_factory=dict)  # least recently used first
+    _turn: trio.Lock = field(default_factory=trio.Lock)  # of the task that makes room and loads; fair
+    _lease_ended: ParkingLot = field(default_factory=ParkingLot)
+    _closed: bool = False
+    _used: int = 0  # bytes, and the most that there ever were
+    _peak: int = 0
+    _loads: int = 0
 
     @asynccontextmanager
     async def lease(self, *names: str) -> AsyncIterator[tuple[T, ...]]:
@@ -73,12 +78,13 @@ class ReferenceCache(Generic[T]):
         self._check_open()
         async with AsyncExitStack() as turn:
             if not self._loaded.keys() >= set(names):
-                sizes = {name: await self._measure(name) for name in names}
+                sizes = {name: await self.measure(name) for name in names}
                 needed = _add_up(sizes.values())
-                if needed > self._budget:
+                if needed > self.budget_bytes:
                     raise ConfigError(
                         f"reference models {', '.join(sizes)} need {needed} bytes at once, and the cache's"
-                        f" budget_bytes is {self._budget}; raise it, choose a smaller dtype, or lease fewer"
+                        f" budget_bytes is {self.budget_bytes}; raise it, choose a smaller dtype, or lease"
+                        " fewer"
                     )
                 await turn.enter_async_context(self._turn)
                 await self._load_missing(sizes)
@@ -99,7 +105,7 @@ class ReferenceCache(Generic[T]):
         missing = {name: size for name, size in sizes.items() if name not in self._loaded}
         reserved = _add_up(missing.values())
         self._check_open()
-        while self._used + reserved > self._budget:
+        while self._used + reserved > self.budget_bytes:
             idle = [name for name, model in self._loaded.items() if not model.leases and name not in sizes]
             if idle:
                 await self._evict(idle[0])
@@ -111,7 +117,7 @@ class ReferenceCache(Generic[T]):
         try:
             for name, size in missing.items():
                 self._loads += 1
-                context = self._open(name)
+                context = self.open_model(name)
                 self._loaded[name] = _Loaded(await context.__aenter__(), size.held, context)
                 reserved -= size.held
         finally:
@@ -145,27 +151,13 @@ def _add_up(sizes: Collection[ModelSize]) -> int:
     return sum(size.held for size in sizes) + max((size.loading - size.held for size in sizes), default=0)
 
 
-def open_model_cache(
-    *,
-    budget_bytes: int,
-    measure: Measure,
-    open_model: Callable[[str], AbstractAsyncContextManager[T]],
-) -> AbstractAsyncContextManager[ReferenceCache[T]]:
-    """A cache of at most `budget_bytes` of models. Nothing is loaded before a lease asks for it.
-
-    `measure` gives the size of a model before it is loaded; `open_model` loads it, and frees its memory when
-    it is left. When it raises, Cancelled too, nothing of the model is left in memory.
-    """
-    return aclosing(ReferenceCache(budget_bytes, measure, open_model))
-
-
 def open_reference_cache(
     *,
     budget_bytes: int,
     device_thread: DeviceThread,
     micro_batch_tokens: int = 8192,
     device: str = "cpu",
-    dtype: ReferenceDtype = "float32",
+    dtype: FrozenDtype = "float32",
     cache_dir: Path | None = None,
     say: Say = lambda _: None,
 ) -> AbstractAsyncContextManager[ReferenceCache[FrozenReference]]:
@@ -176,8 +168,10 @@ def open_reference_cache(
     model does to its log-probs.
     """
 
+    find_model = partial(resolve_model, cache_dir=cache_dir)
+
     def measure(name: str) -> ModelSize:
-        path = resolve_model(name, cache_dir=cache_dir)
+        path = find_model(name)
         held = count_bytes_by_headers(path, dtype)
         # a quantised model is made from the whole one, which is on the CPU then
         whole_beside = dtype in ("8bit", "4bit") and torch.device(device).type == "cpu"
@@ -186,7 +180,7 @@ def open_reference_cache(
     @asynccontextmanager
     async def open_model(name: str) -> AsyncIterator[FrozenReference]:
         async with open_frozen_reference(
-            await trio.to_thread.run_sync(lambda: resolve_model(name, cache_dir=cache_dir)),
+            await trio.to_thread.run_sync(find_model, name),
             device_thread=device_thread,
             dtype=dtype,
             device=device,
@@ -196,8 +190,4 @@ def open_reference_cache(
             yield reference
             await reference.release()
 
-    return open_model_cache(
-        budget_bytes=budget_bytes,
-        measure=lambda name: trio.to_thread.run_sync(measure, name),
-        open_model=open_model,
-    )
+    return aclosing(ReferenceCache(budget_bytes, partial(trio.to_thread.run_sync, measure), open_model))

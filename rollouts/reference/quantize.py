@@ -183,7 +183,7 @@ def _replace(module: nn.Module, name: str, packed: PackedWeight) -> None:
 
 def count_bytes_by_headers(path: Path, dtype: str) -> int:
     """Bytes that the weights of the model in a directory will take at most, by the headers of its safetensors
-    files alone. `dtype`: a ReferenceDtype.
+    files alone. `dtype`: a FrozenDtype.
 
     In 8bit and 4bit a mixture's router is counted as exact and an embedding or head, told by its name, as 8
     bits. Raises ModelError.

@@ -6,11 +6,12 @@ import gc
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trio
 
+from rollouts.config.tables import FrozenDtype
 from rollouts.data.packing import make_micro_batches, spread_to_rows
 from rollouts.device_thread import DeviceThread
 from rollouts.errors import BackendClosed
@@ -24,7 +25,6 @@ from rollouts.types import FloatRows, RolloutBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ReferenceDtype = Literal["float32", "bfloat16", "8bit", "4bit"]
 Say = Callable[[str], None]
 
 
@@ -109,7 +109,7 @@ async def open_frozen_reference(
     path: Path,
     *,
     device_thread: DeviceThread,
-    dtype: ReferenceDtype = "float32",
+    dtype: FrozenDtype = "float32",
     device: str = "cpu",
     head: ModelHead = "tokens",
     micro_batch_tokens: int = 8192,

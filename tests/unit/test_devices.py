@@ -48,11 +48,12 @@ def test_a_gpu_is_taken_where_there_is_one_or_refused_with_the_reason_and_the_wa
 ):
     have_gpus(monkeypatch, gpus)
     monkeypatch.setattr(torch.version, "cuda", cuda or None)
+    config = RunConfig(deterministic=deterministic, model=ModelConfig(device=wanted))
     if " " in outcome:
         with pytest.raises(ConfigError, match=outcome):
-            choose_device(wanted, local_ranks=3)
+            choose_device(config, local_ranks=3)
     else:
-        assert choose_device(wanted, deterministic=deterministic, local_ranks=3) == outcome
+        assert choose_device(config, local_ranks=3) == outcome
 
 
 def test_equal_bits_on_a_gpu_are_not_promised():
@@ -113,5 +114,5 @@ async def test_ranks_that_cannot_compute_alike_refuse_with_the_same_words_before
 
 def test_the_fullest_gpu_of_the_ranks_counts(monkeypatch):
     have_gpus(monkeypatch, 3, free=(5 << 30, 3 << 30, 1 << 30))
-    assert read_free_gpu_memory("auto", local_ranks=2) == 3 << 30
-    assert read_free_gpu_memory("cpu") is None
+    assert read_free_gpu_memory(RunConfig(), local_ranks=2) == 3 << 30
+    assert read_free_gpu_memory(RunConfig(model=ModelConfig(device="cpu")), local_ranks=2) is None

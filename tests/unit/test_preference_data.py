@@ -180,5 +180,5 @@ def test_mismatched_completions_are_the_nearest_that_follow(ids: list[int]):
         for row in range(count)
     ]
     assert mismatch_completions(ids) == slow
-    with pytest.raises(ValueError, match="3 rows have 1 different prompt"):
+    with pytest.raises(DataError, match="3 rows have 1 different prompt"):
         mismatch_completions(["a", "a", "a"])

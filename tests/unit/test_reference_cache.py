@@ -5,7 +5,7 @@ cancelled or fails.
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from rollouts.device_thread import open_device_thread
 from rollouts.errors import BackendClosed, ConfigError, ModelError
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model, resolve_model
-from rollouts.reference.cache import ModelSize, open_model_cache, open_reference_cache
+from rollouts.reference.cache import ModelSize, ReferenceCache, open_reference_cache
 from rollouts.reference.quantize import count_bytes_by_headers
 from rollouts.reference.score import score_batch
 from rollouts.testing.torch_contracts import make_batch
@@ -66,7 +66,7 @@ class Memory:
         self._set(name, 0)
 
     def open(self):
-        return open_model_cache(budget_bytes=self.budget, measure=self.measure, open_model=self.open_model)
+        return aclosing(ReferenceCache(self.budget, self.measure, self.open_model))
 
 
 def same(*names: str) -> dict[str, ModelSize]:

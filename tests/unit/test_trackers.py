@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import trio
@@ -14,7 +14,7 @@ from rollouts.cli import make_parser
 from rollouts.config.load import load_config
 from rollouts.config.schema import RunConfig
 from rollouts.config.secrets import find_secrets, hide_secrets, remove_secrets
-from rollouts.config.tables import TRACKERS
+from rollouts.config.tables import Tracker
 from rollouts.errors import ConfigError, RowsRefused, RunDirError, SinkRefused, SinkUnavailable
 from rollouts.trackers import follower, sinks
 from rollouts.trackers.follower import (
@@ -129,7 +129,7 @@ def test_a_position_that_cannot_be_read_is_refused_with_the_way_out(root, text):
 def test_the_trackers_of_config_command_and_sinks_are_the_same():
     words = [word for name in SINKS for word in ("--to", name)]
     assert make_parser("track").parse_args(["track", "runs/demo", *words]).to == list(SINKS)
-    assert {*TRACKERS, ALERTS} == set(SINKS)
+    assert {*get_args(Tracker), ALERTS} == set(SINKS)
     expected = "to send the rest: python -m rollouts track 'runs/my demo' --to otlp --to wandb --once"
     assert describe_catching_up(Path("runs/my demo"), ["otlp", "wandb"]) == expected
 
