@@ -14,6 +14,7 @@ import pytest
 import trio
 
 from rollouts.run_dir import RunDir
+from rollouts.trackers import launch
 from rollouts.trackers.follower import position_path, read_position
 from rollouts.trackers.launch import open_trackers
 from tests.support.processes import find_processes, wait_until
@@ -51,13 +52,17 @@ hang
 kill 2
 middle 2
 """)
-def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root: Path, tmp_path: Path, fault: str):
+def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+):
     command, faults = write_follower(tmp_path)
+    monkeypatch.setattr(launch, "FOLLOWER", command)
+    monkeypatch.setattr(launch, "END_S", 0.3)
     faults.write_text(fault)
     took_s: list[float] = []
 
     async def run() -> None:
-        async with open_trackers(RunDir(root), NAMES, say=lambda text: None, end_s=0.3, command=command):
+        async with open_trackers(RunDir(root), NAMES, say=lambda text: None):
             await wait_until(lambda: position_path(root, "tensorboard").exists())
             for step in range(1, 21):
                 began = time.perf_counter()
@@ -77,10 +82,11 @@ def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root: Path, tm
 
 @pytest.mark.parametrize("command", [["/nowhere/python"], [sys.executable, "-c", "raise SystemExit(7)"]])
 async def test_a_follower_that_cannot_start_or_ends_at_once_is_said_and_no_more(
-    root: Path, command: list[str]
+    root: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ):
+    monkeypatch.setattr(launch, "FOLLOWER", command)
     said: list[str] = []
-    async with open_trackers(RunDir(root), NAMES, say=said.append, command=command):
+    async with open_trackers(RunDir(root), NAMES, say=said.append):
         append(root, make_row(1))
         await wait_until(lambda: bool(said))
     assert "the follower of output.trackers" in said[0]
@@ -93,9 +99,10 @@ def test_a_killed_run_leaves_no_follower_but_all_rows_sent(root: Path, tmp_path:
 import os, signal, trio
 from pathlib import Path
 from rollouts.run_dir import RunDir
-from rollouts.trackers.launch import open_trackers
+from rollouts.trackers import launch
+launch.FOLLOWER = {command!r}
 async def run():
-    async with open_trackers(RunDir(Path({str(root)!r})), {NAMES!r}, say=print, command={command!r}):
+    async with launch.open_trackers(RunDir(Path({str(root)!r})), {NAMES!r}, say=print):
         while not Path({str(position_path(root, "tensorboard"))!r}).exists():
             await trio.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)
