@@ -94,7 +94,7 @@ class Collector:
         self._draw_limit = config.num_prompts * config.max_attempts  # groups of one batch
         self.plan = self.plan._replace(
             policy_version=self.policy_version,
-            may_continue=lambda oldest: not self._is_stale(oldest),
+            is_stale=self._is_stale,
             is_stopping=lambda: self._is_stopping,
             on_generated=self._note_generated,
             on_waiting=self._note_waiting,

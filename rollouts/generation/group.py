@@ -88,8 +88,8 @@ class GroupPlan(NamedTuple):
     needs_reward: bool = True  # False: where nothing scores samples they train without
     # the trainer's version, which no token is newer than; None where nothing trains
     policy_version: Callable[[], int] | None = None
-    # whether the tokens of an aborted sample, the oldest of this version, are fresh enough to go on from
-    may_continue: Callable[[int | None], bool] = lambda oldest: True
+    # whether the tokens of an aborted sample, the oldest of this version, are too old to go on from
+    is_stale: Callable[[int | None], bool] = lambda oldest: False
     is_stopping: Callable[[], bool] = lambda: False  # whether an aborted sample ends with what it has
     on_generated: Callable[[], None] = lambda: None  # called whenever a member no longer generates
     # gets 1 and -1 for a trajectory that waits for something other than the engine, and no longer
@@ -268,7 +268,7 @@ async def _generate_segments(call: ContinuingEngine) -> tuple[Sample, ...]:
             return segments
         noted = last if len(segments) == 1 else call.member.partial
         start = pending
-        if noted is not None and plan.may_continue(noted.oldest_version):
+        if noted is not None and not plan.is_stale(noted.oldest_version):
             start = noted
         call.count_abort(0)
     return (start,)
