@@ -233,7 +233,7 @@ async def generate_member(call: ContinuingEngine) -> Member:
         segments = segments or (call.member.partial or pending,)  # without: it was told to stop
         if segments[-1].status is Status.FAILED:
             said = segments[-1].metadata.get("failure") or "the generate function returned it as failed"
-            segments = (_fail(segments[-1], "generate", function, str(said), ""),)
+            segments = (fail_sample(segments[-1], UserFunctionError(str(said)), "generate", function),)
     except RolloutsError as error:
         segments = (fail_sample(pending, error, classify_generate_error(error), function),)
         answers = []
@@ -405,11 +405,7 @@ def fail_sample(sample: Sample, error: RolloutsError, failure_class: str, functi
     cause = error.__cause__ or (None if isinstance(error, UserFunctionError) else error)
     trace = show_traceback(cause, cause.__traceback__) if cause else ""
     text = str(cause) if isinstance(cause, RaisedInWorker) else trace
-    return _fail(sample, failure_class, function, str(error), text)
-
-
-def _fail(sample: Sample, failure_class: str, function: str, message: str, trace: str) -> Sample:
-    failure = {"class": failure_class, "function": function, "message": message, "traceback": trace}
+    failure = {"class": failure_class, "function": function, "message": str(error), "traceback": text}
     metadata: dict[str, JSONValue] = {}
     with suppress(UserFunctionError):  # a function has put there what no file can hold
         check_metadata(sample, function)

@@ -22,11 +22,14 @@ from rollouts.inspect.record import (
 from rollouts.inspect.terminal import format_number, tabulate
 
 MEASURES = "low|high|margins|failed|perplexity|entropy|kl|self_bleu"
-LEAST_WIDTH = 100  # of a terminal that shows four numbers of each course
 CHARTS = """
     SELECT stage, name FROM totals JOIN stages USING (stage)
     WHERE rows > 1 AND name IN ('reward/mean', 'loss/total') ORDER BY stages.rowid, name DESC"""
-# The variables `room`, `ranges` and `last` say how wide bars and courses are, and how many steps are listed.
+# how wide bars and courses are, which four numbers stand beside from 100 columns on; how many steps are listed
+VIEW = """
+    SET VARIABLE room = greatest(4, least(50, {width} - 46));
+    SET VARIABLE ranges = greatest(4, least(60, {width} - if({width} >= 100, 80, 58)));
+    SET VARIABLE last = {last}"""
 # Those of the map `facts` are further cells, by their headings.
 # The first twelve telling metrics of each stage: means over equal ranges of its steps, and numbers
 COURSES = """
@@ -129,11 +132,7 @@ def print_run(console: Console, record: Record, *, last: int) -> None:
     """
     load_facts(record)
     width = console.width
-    ranges = max(4, min(60, width - (80 if width >= LEAST_WIDTH else 58)))
-    record.connection.execute(
-        f"SET VARIABLE room = {max(4, min(50, width - 46))}; SET VARIABLE ranges = {ranges};"
-        f"SET VARIABLE last = {last}"
-    )
+    record.connection.execute(VIEW.format(width=width, last=last))
     for row in record.rows(CHARTS):
         chart = draw_chart([record.read_curve(**row)], width=max(20, min(72, width - 14)), height=8)
         console.print(chart, end="\n\n")

@@ -151,10 +151,8 @@ def listing_answers() -> Iterator[list[Answered]]:
         _ANSWERED.reset(token)
 
 
-def note_answer(engine: str, start: float, duration_s: float, tokens: int) -> None:
-    """A request begun at `start`, of trio's clock, has been answered by `engine` with `tokens`. Nothing where
-    nobody lists answers.
-    """
+def note_answer(answered: Answered) -> None:
+    """Adds a request to the list. Nothing where nobody lists answers."""
     answers = _ANSWERED.get()
     if answers is not None:
-        answers.append(Answered(engine, start, duration_s, tokens))
+        answers.append(answered)
