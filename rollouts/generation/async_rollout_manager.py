@@ -330,23 +330,21 @@ class AsyncRolloutManager:
         if self._collector is not None:
             self._collector.move_to(version, engine_version)
             return self._collector
-        pace = None
-        if self.overlaps:
-            pace = Pace(
-                num_prompts=self._config.num_prompts,
-                max_staleness=self._max_staleness,
-                policy_version=version,
-                engine_version=engine_version,
-                waits_for_engines=self._goes_on,
-            )
+        pace = Pace(
+            num_prompts=self._config.num_prompts,
+            max_staleness=self._max_staleness,
+            policy_version=version,
+            engine_version=engine_version,
+            waits_for_engines=self._goes_on,
+        )
         self._collector = Collector(
             self._data_buffer,
             self._config,
             plan,
             self._ledger,
             pace=pace,
+            paced=self.overlaps,
             in_rounds=self._in_rounds,
-            max_staleness=self._max_staleness,
             policy_version=self._policy_version,
         )
         assert self._nursery is not None
