@@ -14,11 +14,11 @@ our own bugs leave as exceptions.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import mode
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -147,7 +147,7 @@ class Group:
         """The commonest class of failure, if the group was dropped for its failed samples."""
         if self.decision is None or _check_left(self.members).keep:
             return None
-        return Counter(failure_class_of(sample) for sample in self.failed).most_common(1)[0][0]
+        return mode(map(failure_class_of, self.failed))
 
     @property
     def oldest_version(self) -> int | None:

@@ -25,7 +25,8 @@ MEASURES = "low|high|margins|failed|perplexity|entropy|kl|self_bleu"
 CHARTS = """
     SELECT stage, name FROM totals JOIN stages USING (stage)
     WHERE rows > 1 AND name IN ('reward/mean', 'loss/total') ORDER BY stages.rowid, name DESC"""
-# how wide bars and courses are, which four numbers stand beside from 100 columns on; how many steps are listed
+# how wide bars and courses are, and how many steps are listed; from 100 columns on a course has four numbers
+# beside it
 VIEW = """
     SET VARIABLE room = greatest(4, least(50, {width} - 46));
     SET VARIABLE ranges = greatest(4, least(60, {width} - if({width} >= 100, 80, 58)));

@@ -148,9 +148,11 @@ def read_last_attempt(path: Path) -> int:
     """The attempt of the last whole row of a .jsonl file, 0 if there is none: attempts never decrease in a
     file, and long ones are slow to read.
     """
-    lines = (line for part in reversed(list_parts(path)) for line in read_backwards(part))
-    row = next((row for line in lines if (row := parse_row(line)) is not None), {})
-    return row.get("attempt") or 0
+    for part in reversed(list_parts(path)):
+        for line in read_backwards(part):
+            if (row := parse_row(line)) is not None:
+                return row.get("attempt") or 0
+    return 0
 
 
 def read_backwards(path: Path) -> Iterator[bytes]:

@@ -129,7 +129,7 @@ def look_at_run(
                 "memory",
                 "not estimated: config.json or the weight files do not say how large the model is",
             )
-    findings += estimate_work(run.config, present, run.rows)
+    estimate_work(run.config, present, run.rows, findings)
     return run
 
 
