@@ -429,8 +429,9 @@ class Collector:
         groups = self._kept | self._failed_groups | self._undecided
         return [groups[index] for index in sorted(groups)]
 
-    def find_held(self) -> dict[int, Group]:
-        """The groups that are carried over if it ends now, as copies; the prompts of the others are returned.
+    def find_held(self) -> tuple[dict[int, Group], list[Group]]:
+        """The groups that are carried over if it ends now, as copies, and the others, whose prompts are
+        returned.
 
         Prompts of groups that failed are returned: what failed them may be what stopped the batch, and mended
         before they are drawn again. So are, unless the batch was full, those of groups that have not begun.
@@ -446,15 +447,16 @@ class Collector:
             has_begun = any(member.segments or member.partial is not None for member in group.members)
             return goes_on and (self._is_stopping or has_begun)
 
-        return {group.index: group.copy() for group in self.open_groups() if is_held(group)}
+        groups = self.open_groups()
+        held = {group.index: group.copy() for group in groups if is_held(group)}
+        return held, [group for group in groups if group.index not in held]
 
     def put_back(self, reason: str) -> None:
         """Holds and returns what is left; does nothing after a batch that was delivered."""
         if reason == ABORTED:
             self.pace.policy_version = self.policy_version()
             self.ledger.last_failed = tuple(self._failed) or self.ledger.last_failed
-        held = self.find_held()
-        returned = [group for group in self.open_groups() if group.index not in held]
+        held, returned = self.find_held()
         self.ledger.held = dict(sorted((self.ledger.held | held).items()))
         for groups in (self._kept, self._failed_groups, self._undecided, self._closed):
             groups.clear()
