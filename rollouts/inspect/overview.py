@@ -114,17 +114,8 @@ ENDED = """
     FROM totals WHERE name LIKE 'trajectories/ended/%' GROUP BY what ORDER BY sum(total) DESC"""
 
 
-PARTS = {
-    COURSES: False,
-    STEPS: True,
-    EVALUATIONS: True,
-    PHASES: False,
-    LAGS: False,
-    ENDED: False,
-    TOOLS: True,
-    DROPPED: True,
-    FAILED: True,
-}
+PARTS = (COURSES, STEPS, EVALUATIONS, PHASES, LAGS, ENDED, TOOLS, DROPPED, FAILED)
+WITHOUT_LINES = (COURSES, PHASES, LAGS, ENDED)
 
 
 def print_run(console: Console, record: Record, *, last: int) -> None:
@@ -137,8 +128,8 @@ def print_run(console: Console, record: Record, *, last: int) -> None:
     for row in record.rows(CHARTS):
         chart = draw_chart([record.read_curve(**row)], width=max(20, min(72, width - 14)), height=8)
         console.print(chart, end="\n\n")
-    for sql, lines in PARTS.items():
-        tables = make_tables(record, sql, lines=lines)
+    for sql in PARTS:
+        tables = make_tables(record, sql, lines=sql not in WITHOUT_LINES)
         print_tables(console, tables, fit=sql in (COURSES, STEPS, EVALUATIONS))
     for row in record.rows(TROUBLE):
         console.print(f"{row['total']:.0f} {row['what']}\n")
@@ -216,8 +207,9 @@ def print_comparison(console: Console, records: Mapping[str, Record]) -> None:
     tables = [compare_metrics(records, stage) for stage in stages]
     tables += [compare("settings that differ", settings, differ=True), compare("", outcomes)]
     print_tables(console, tables)
-    for note in (note for record in records.values() for note in record.notes):
-        console.print(note)
+    for record in records.values():
+        for note in record.notes:
+            console.print(note)
 
 
 def compare_metrics(records: Mapping[str, Record], stage: str) -> Table:

@@ -145,15 +145,13 @@ def print_samples(console: Console, record: Record, found: FoundSamples, *, colo
             for turn in (list_turns(row) if "messages" in row else row["turns"])
         ]
         lines += [marked] if marked else said
-        for line in [*lines, *(Text(remark, style="dim") for remark in row["remarks"]), ""]:
-            console.print(line)
+        console.print(*lines, *(Text(remark, style="dim") for remark in row["remarks"]), "", sep="\n")
     shown = f"{len(rows)} of {found.total} logged samples"
     if found.matching > len(rows):
         shown = f"{len(rows)} of {found.matching} that match, of {found.total} logged samples;"
         shown += " --limit shows more"
     why = [f"not marked, {count_of(count, 'sample')}: {reason}" for reason, count in reasons.items()]
-    for line in [*why, *record.notes, shown]:
-        console.print(line)
+    console.print(*why, *record.notes, shown, sep="\n")
 
 
 def mark_tokens(tokens: SampleTokens, color: str, *, plain: bool) -> Text:

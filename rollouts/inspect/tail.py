@@ -195,8 +195,12 @@ async def follow(root: Path, console: Console, every_s: float, once: bool) -> No
             state = f"{root}: {describe_activity(activity)}"
             if take_rows(connection, root, places) or state != shown:
                 shown, whole = state, lively or once or not activity.may_go_on
-                values = {"state": state, "width": console.width, "now": time.time()}
-                values["goes_on"] = activity.may_go_on
+                values = {
+                    "state": state,
+                    "width": console.width,
+                    "now": time.time(),
+                    "goes_on": activity.may_go_on,
+                }
                 found = connection.execute(SCREEN, values) if whole else connection.execute(LINES)
                 lines = [make_safe(line, one_line=True) for (line,) in found.fetchall()]
                 connection.execute(PRINTED)

@@ -141,7 +141,7 @@ def next_attempt(run_dir: RunDir) -> int:
     All files count: an attempt that was killed between a step's samples and its row would else have its
     number used again, and readers would take both attempts' samples for one.
     """
-    return 1 + max(read_last_attempt(path) for path in run_dir.row_files)
+    return 1 + max(map(read_last_attempt, run_dir.row_files))
 
 
 def read_last_attempt(path: Path) -> int:

@@ -39,7 +39,6 @@ def open_progress(console: Console, total_steps: Mapping[str, int]) -> Iterator[
     def show(stage: str, step: int, metrics: Mapping[str, float]) -> None:
         nonlocal last_line_s
         now, total = time.monotonic(), total_steps[stage]
-        is_first = stage not in began
         first_step, first_time = began.setdefault(stage, (step, now))
         # the pace since the first step was reported, or of this step if it is the first
         pace_s = (now - first_time) / (step - first_step) if step > first_step else metrics.get("time/step")
@@ -56,7 +55,7 @@ def open_progress(console: Console, total_steps: Mapping[str, int]) -> Iterator[
                 for row in shown.values():
                     table.add_row(*row.values())
                 live.update(table, refresh=True)
-            elif is_first or step == total or now - last_line_s >= LINE_S:
+            elif step in (first_step, total) or now - last_line_s >= LINE_S:
                 last_line_s = now
                 words = [f"{label} {text}" for label, text in list(texts.items())[2:] if text]
                 line = "  ".join([f"{stage} {texts['step']}", *words])

@@ -197,9 +197,7 @@ def check_alerts(alerts: Sequence[AlertConfig], findings: Findings) -> None:
 # --- servers ------------------------------------------------------------------------------------------------
 
 
-def check_servers(
-    config: EngineConfig, findings: Findings, *, transport: httpx.BaseTransport | None = None
-) -> None:
+def check_servers(config: EngineConfig, findings: Findings) -> None:
     """Notes of each server of engine.urls whether it answers, and whether strangers may control it. Nothing
     is changed there.
     """
@@ -209,7 +207,7 @@ def check_servers(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     for url in config.urls:
         try:
-            with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False, transport=transport) as client:
+            with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False) as client:
                 client.get("/health", headers=headers).raise_for_status()
                 answer = client.get(version_path, headers=headers).raise_for_status()
                 version = re.search(r'"version": *"([ !#-~]{1,40})', answer.text)
