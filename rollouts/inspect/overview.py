@@ -31,7 +31,7 @@ VIEW = """
     SET VARIABLE room = greatest(4, least(50, {width} - 46));
     SET VARIABLE ranges = greatest(4, least(60, {width} - if({width} >= 100, 80, 58)));
     SET VARIABLE last = {last}"""
-# Those of the map `facts` are further cells, by their headings.
+# The values of the map `facts` are further cells, by their headings.
 # The first twelve telling metrics of each stage: means over equal ranges of its steps, and numbers
 COURSES = """
     WITH ranges AS (
