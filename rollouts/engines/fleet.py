@@ -43,7 +43,7 @@ from rollouts.errors import (
     InfrastructureError,
     RequestRefused,
 )
-from rollouts.metrics.spans import note_answer
+from rollouts.metrics.spans import Answered, note_answer
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import InferenceEngine, PauseMode
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
@@ -146,7 +146,8 @@ class Fleet:
                 self._leave_seat(call, member)
             now = trio.current_time()
             if isinstance(outcome, Completion):
-                note_answer(member.name, call.sent_at, now - call.sent_at, len(outcome.token_ids))
+                seconds, tokens = now - call.sent_at, len(outcome.token_ids)
+                note_answer(Answered(member.name, call.sent_at, seconds, tokens))
                 self._note_trajectory(call, member)
                 return outcome
             if call.aborted:

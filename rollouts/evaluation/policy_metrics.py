@@ -50,7 +50,7 @@ def compute_policy_divergence(
     """
 
     def mean(values: Tensor) -> Mean:
-        return Mean(float(values.double().sum()), float(len(values)))
+        return Mean(float(values.double().sum()), len(values))
 
     def divergence(beta: float) -> Mean:
         return mean(compute_tiled_divergence(logits, ref_logits, beta=beta, temperature=temperature))

@@ -239,9 +239,8 @@ class AsyncRolloutManager:
         """
         ledger, held, in_flight = self._ledger, self._ledger.held, list[Group]()
         if self._collector is not None:
-            left = self._collector.find_held()
+            left, in_flight = self._collector.find_held()
             held = held | left
-            in_flight = [one for one in self._collector.open_groups() if one.index not in left]
         groups = [held[index].copy() for index in sorted(held)]
         counts = {
             "trained": ledger.trained,
@@ -330,23 +329,20 @@ class AsyncRolloutManager:
         if self._collector is not None:
             self._collector.move_to(version, engine_version)
             return self._collector
-        pace = None
-        if self.overlaps:
-            pace = Pace(
-                num_prompts=self._config.num_prompts,
-                max_staleness=self._max_staleness,
-                policy_version=version,
-                engine_version=engine_version,
-                waits_for_engines=self._goes_on,
-            )
         self._collector = Collector(
             self._data_buffer,
             self._config,
             plan,
             self._ledger,
-            pace=pace,
+            pace=Pace(
+                num_prompts=self._config.num_prompts,
+                max_staleness=self._max_staleness,
+                policy_version=version,
+                engine_version=engine_version,
+                waits_for_engines=self._goes_on,
+            ),
+            paced=self.overlaps,
             in_rounds=self._in_rounds,
-            max_staleness=self._max_staleness,
             policy_version=self._policy_version,
         )
         assert self._nursery is not None

@@ -80,21 +80,19 @@ class Collector:
     config: RolloutConfig
     plan: GroupPlan
     ledger: Ledger
-    # decides groups as they finish, and carries over; None: they are decided in launch order
-    pace: Pace | None
-    in_rounds: bool  # without a pace: when all that were launched have finished
-    max_staleness: int
+    pace: Pace
+    paced: bool  # decides groups as they finish, and carries over; else they are decided in launch order
+    in_rounds: bool  # not paced: when all that were launched have finished
     policy_version: Callable[[], int]
 
     def __post_init__(self) -> None:
         config = self.config
-        self._goes_on = self.pace is not None and self.pace.waits_for_engines  # between batches
         # groups; 10 * 1.1 is a little more than 11
         self._at_once = math.ceil(config.num_prompts * config.over_sampling - 1e-9)
         self._draw_limit = config.num_prompts * config.max_attempts  # groups of one batch
         self.plan = self.plan._replace(
             policy_version=self.policy_version,
-            may_continue=lambda oldest: not self._is_stale(oldest),
+            is_stale=self._is_stale,
             is_stopping=lambda: self._is_stopping,
             on_generated=self._note_generated,
             on_waiting=self._note_waiting,
@@ -132,16 +130,14 @@ class Collector:
 
     def note_engine_version(self, version: int) -> None:
         """Every engine that serves has the weights of `version`, or newer ones."""
-        if self.pace is not None:
-            newest = min(version, self.pace.policy_version)
-            self.pace.engine_version = max(self.pace.engine_version, newest)
-            self._changed.unpark_all()
+        newest = min(version, self.pace.policy_version)
+        self.pace.engine_version = max(self.pace.engine_version, newest)
+        self._changed.unpark_all()
 
     def move_to(self, version: int, engine_version: int) -> None:
         """The batch in the making will be consumed at `version`. Finished groups are too old for it only if
         the trainer has skipped versions.
         """
-        assert self.pace is not None
         self.pace.policy_version = version
         for index, group in sorted(self._kept.items()):
             if self._is_stale(group.oldest_version):
@@ -154,7 +150,7 @@ class Collector:
         """Returns when a batch can be delivered, or the collector has failed."""
         while self.failure is None and not self._is_full():
             await self._changed.park()
-        if self.pace is None or self.failure is not None:
+        if not self.paced or self.failure is not None:
             await self._ended.wait()
 
     async def stop(self) -> None:
@@ -201,8 +197,8 @@ class Collector:
     async def _work(self, nursery: trio.Nursery) -> None:
         self._take_held()
         self._launch(nursery, self._undecided.values())
-        while self.pace is not None or not self._is_full():
-            if self._is_full() and not self._goes_on:
+        while self.paced or not self._is_full():
+            if self._is_full() and not self.pace.waits_for_engines:
                 self._is_stopping = True
             self._launch_more(nursery)
             self._check_budget()  # the limit may have left fewer than are needed
@@ -211,7 +207,7 @@ class Collector:
             while (ready := self._next_ready()) is not None:
                 # replaced at once, even if the batch is full in a moment: else ids would depend on who
                 # finishes first
-                if not self._decide(ready) and self.pace is None:
+                if not self._decide(ready) and not self.paced:
                     self._launch_more(nursery)
 
     def _launch(self, nursery: trio.Nursery, groups: Iterable[Group]) -> None:
@@ -236,28 +232,27 @@ class Collector:
         ]
         for group in opened:
             self._undecided[group.index] = group
-            if self.pace is not None:
-                self.pace.open(group.index)
+            self.pace.open(group.index)
         self.ledger.drawn += len(opened)
         self._drawn += len(opened)
         reach("rollout.drawn")
         self._launch(nursery, opened)
 
     def _find_room(self) -> int:
-        if self.pace is None:
+        if not self.paced:
             return (
                 0
                 if self.in_rounds and self._undecided
                 else self._at_once - len(self._kept) - len(self._undecided)
             )
-        if self._goes_on and len(self.pace.finished) >= READY_BATCHES * self.config.num_prompts:
+        if self.pace.waits_for_engines and len(self.pace.finished) >= READY_BATCHES * self.config.num_prompts:
             return 0
         size = self.config.samples_per_prompt
         busy = self.generating - self._waiting
         return min((self._at_once * size - busy) // size, self.pace.room)
 
     def _is_full(self) -> bool:
-        if self.pace is not None:
+        if self.paced:
             return self.pace.is_full()
         more_come = self._undecided or self._drawn < self._draw_limit
         competing = self.plan.ranker is not None and more_come
@@ -267,7 +262,7 @@ class Collector:
         """The finished group that is to be decided now. In launch order: the one whose turn it is; None while
         that one, or in rounds any of them, still runs, or when the batch is full.
         """
-        if self.pace is not None:
+        if self.paced:
             return next(iter(self._closed), None)
         if self._is_full() or (self.in_rounds and len(self._closed) < len(self._undecided)):
             return None
@@ -293,11 +288,9 @@ class Collector:
             self._drop([group], STALE, returned=True)
         else:
             self._kept[index] = group
-            if self.pace is not None:
-                self.pace.finish(index, oldest=group.oldest_version)
+            self.pace.finish(index, oldest=group.oldest_version)
             return True
-        if self.pace is not None:
-            self.pace.close(index)
+        self.pace.close(index)
         return False
 
     def _drop(self, groups: Sequence[Group], reason: str, *, returned: bool) -> None:
@@ -310,8 +303,8 @@ class Collector:
 
     def _is_stale(self, oldest: int | None) -> bool:
         """Whether the batch in the making is too late for tokens, the oldest of this version."""
-        version = self.policy_version() if self.pace is None else self.pace.policy_version
-        return oldest is not None and oldest + self.max_staleness < version
+        version = self.pace.policy_version if self.paced else self.policy_version()
+        return oldest is not None and oldest + self.pace.max_staleness < version
 
     def _check_budget(self) -> None:
         """Raises NotEnoughSamples when so many samples failed, or so many groups were drawn, that the batch
@@ -337,7 +330,7 @@ class Collector:
             hints = f"; the first failure: {self._failed[0].metadata['failure']['message']}"
         if STALE in self._dropped:
             hints += (
-                f"; stale: the engine's weights are more than max_staleness={self.max_staleness} steps"
+                f"; stale: the engine's weights are more than max_staleness={self.pace.max_staleness} steps"
                 " behind the trainer's"
             )
         raise NotEnoughSamples(
@@ -352,7 +345,7 @@ class Collector:
     def deliver(self) -> RolloutBatch:
         """The batch. What is undecided is surplus, or goes on."""
         self._check_budget()
-        if self.pace is not None:
+        if self.paced:
             chosen = self.pace.choose()
         else:
             best = sorted(self._kept, key=lambda index: (-self._kept[index].score, index))
@@ -373,13 +366,14 @@ class Collector:
         ledger.trained += len(groups)
         for index in chosen:
             del self._kept[index]
+            self.pace.close(index)
         for group in self._failed_groups.values():
             ledger.failed[str(group.failure_class)] += 1
             if group.failure_class == INFRASTRUCTURE:
                 self.data_buffer.return_prompts([group.prompt])
         self._failed_groups.clear()
         outranked: list[Group] = []
-        if self.pace is None:
+        if not self.paced:
             outranked = list(self._kept.values())
             self._kept.clear()
             self._drop(outranked, OUTRANKED, returned=False)
@@ -393,12 +387,9 @@ class Collector:
             ledger.last_metrics["groups/replayed"] = Total(len(replayed))
         ledger.last_failed = tuple(self._failed)
         self._begin_batch()
-        if self.pace is not None:
-            for index in chosen:
-                self.pace.close(index)
-            if self._goes_on:  # the next batch is consumed when the trainer is done with this one
-                self.pace.policy_version += 1
-                self._changed.unpark_all()
+        if self.pace.waits_for_engines:  # the next batch is consumed when the trainer is done with this one
+            self.pace.policy_version += 1
+            self._changed.unpark_all()
         return batch
 
     def _draw_replayed(self) -> list[Group]:
@@ -421,7 +412,7 @@ class Collector:
         returned: list[Group] = []
         for index, group in held.items():
             oldest = group.oldest_version
-            if self._is_stale(oldest) or self.pace is None:
+            if self._is_stale(oldest) or not self.paced:
                 self._drop([group], STALE if self._is_stale(oldest) else SURPLUS, returned=False)
                 returned.append(group)
                 continue
@@ -438,15 +429,16 @@ class Collector:
         groups = self._kept | self._failed_groups | self._undecided
         return [groups[index] for index in sorted(groups)]
 
-    def find_held(self) -> dict[int, Group]:
-        """The groups that are carried over if it ends now, as copies; the prompts of the others are returned.
+    def find_held(self) -> tuple[dict[int, Group], list[Group]]:
+        """The groups that are carried over if it ends now, as copies, and the others, whose prompts are
+        returned.
 
         Prompts of groups that failed are returned: what failed them may be what stopped the batch, and mended
         before they are drawn again. So are, unless the batch was full, those of groups that have not begun.
         """
 
         def is_held(group: Group) -> bool:
-            if self.pace is None or group.index in self._failed_groups:
+            if not self.paced or group.index in self._failed_groups:
                 return False
             if group.decision is not None:
                 fresh = group.decision.keep and not self._is_stale(group.oldest_version)
@@ -455,16 +447,16 @@ class Collector:
             has_begun = any(member.segments or member.partial is not None for member in group.members)
             return goes_on and (self._is_stopping or has_begun)
 
-        return {group.index: group.copy() for group in self.open_groups() if is_held(group)}
+        groups = self.open_groups()
+        held = {group.index: group.copy() for group in groups if is_held(group)}
+        return held, [group for group in groups if group.index not in held]
 
     def put_back(self, reason: str) -> None:
         """Holds and returns what is left; does nothing after a batch that was delivered."""
         if reason == ABORTED:
-            if self.pace is not None:
-                self.pace.policy_version = self.policy_version()
+            self.pace.policy_version = self.policy_version()
             self.ledger.last_failed = tuple(self._failed) or self.ledger.last_failed
-        held = self.find_held()
-        returned = [group for group in self.open_groups() if group.index not in held]
+        held, returned = self.find_held()
         self.ledger.held = dict(sorted((self.ledger.held | held).items()))
         for groups in (self._kept, self._failed_groups, self._undecided, self._closed):
             groups.clear()

@@ -57,8 +57,7 @@ class ContinuingEngine:
                 answer = await self.plan.engine.generate(rest)
                 whole = join_completions(whole, answer) if whole and len(whole.token_ids) else answer
                 done, oldest = len(whole.token_ids), min(whole.weight_versions.tolist(), default=None)
-                goes_on = answer.finish_reason == "abort" and self.plan.may_continue(oldest)
-                if not goes_on or self.plan.is_stopping():
+                if answer.finish_reason != "abort" or self.plan.is_stale(oldest) or self.plan.is_stopping():
                     return whole
                 if done >= request.sampling.max_new_tokens:
                     return replace(whole, finish_reason="length")

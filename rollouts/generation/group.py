@@ -14,11 +14,11 @@ our own bugs leave as exceptions.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import mode
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -88,8 +88,8 @@ class GroupPlan(NamedTuple):
     needs_reward: bool = True  # False: where nothing scores samples they train without
     # the trainer's version, which no token is newer than; None where nothing trains
     policy_version: Callable[[], int] | None = None
-    # whether the tokens of an aborted sample, the oldest of this version, are fresh enough to go on from
-    may_continue: Callable[[int | None], bool] = lambda oldest: True
+    # whether the tokens of an aborted sample, the oldest of this version, are too old to go on from
+    is_stale: Callable[[int | None], bool] = lambda oldest: False
     is_stopping: Callable[[], bool] = lambda: False  # whether an aborted sample ends with what it has
     on_generated: Callable[[], None] = lambda: None  # called whenever a member no longer generates
     # gets 1 and -1 for a trajectory that waits for something other than the engine, and no longer
@@ -147,7 +147,7 @@ class Group:
         """The commonest class of failure, if the group was dropped for its failed samples."""
         if self.decision is None or _check_left(self.members).keep:
             return None
-        return Counter(failure_class_of(sample) for sample in self.failed).most_common(1)[0][0]
+        return mode(map(failure_class_of, self.failed))
 
     @property
     def oldest_version(self) -> int | None:
@@ -233,7 +233,7 @@ async def generate_member(call: ContinuingEngine) -> Member:
         segments = segments or (call.member.partial or pending,)  # without: it was told to stop
         if segments[-1].status is Status.FAILED:
             said = segments[-1].metadata.get("failure") or "the generate function returned it as failed"
-            segments = (_fail(segments[-1], "generate", function, str(said), ""),)
+            segments = (fail_sample(segments[-1], UserFunctionError(str(said)), "generate", function),)
     except RolloutsError as error:
         segments = (fail_sample(pending, error, classify_generate_error(error), function),)
         answers = []
@@ -268,7 +268,7 @@ async def _generate_segments(call: ContinuingEngine) -> tuple[Sample, ...]:
             return segments
         noted = last if len(segments) == 1 else call.member.partial
         start = pending
-        if noted is not None and plan.may_continue(noted.oldest_version):
+        if noted is not None and not plan.is_stale(noted.oldest_version):
             start = noted
         call.count_abort(0)
     return (start,)
@@ -405,11 +405,7 @@ def fail_sample(sample: Sample, error: RolloutsError, failure_class: str, functi
     cause = error.__cause__ or (None if isinstance(error, UserFunctionError) else error)
     trace = show_traceback(cause, cause.__traceback__) if cause else ""
     text = str(cause) if isinstance(cause, RaisedInWorker) else trace
-    return _fail(sample, failure_class, function, str(error), text)
-
-
-def _fail(sample: Sample, failure_class: str, function: str, message: str, trace: str) -> Sample:
-    failure = {"class": failure_class, "function": function, "message": message, "traceback": trace}
+    failure = {"class": failure_class, "function": function, "message": str(error), "traceback": text}
     metadata: dict[str, JSONValue] = {}
     with suppress(UserFunctionError):  # a function has put there what no file can hold
         check_metadata(sample, function)

@@ -47,7 +47,7 @@ class Pace:
     policy_version: int  # v
     engine_version: int  # e, at most v
     # an update of engines that are too far behind is under way, so that nothing is launched until it is done
-    waits_for_engines: bool = False
+    waits_for_engines: bool
     deadlines: dict[int, int] = field(default_factory=dict)  # of open groups, by group index
     finished: dict[int, int] = field(default_factory=dict)  # the same, of those of them that have finished
 

@@ -134,12 +134,12 @@ def convert_to_batch(samples: Iterable[Sample], *, temperature: float = 1.0) -> 
     the mean of its whole group.
     """
     rows = tuple(samples)
-    unfit = next((sample for sample in rows if sample.status in (Status.PENDING, Status.FAILED)), None)
-    if unfit is not None:
-        raise ValueError(
-            f"sample {unfit.id} is {unfit.status}; only what was generated and scored can train: leave it out"
-            " of the batch"
-        )
+    for sample in rows:
+        if sample.status in (Status.PENDING, Status.FAILED):
+            raise ValueError(
+                f"sample {sample.id} is {sample.status}; only what was generated and scored can train: leave"
+                " it out of the batch"
+            )
     return RolloutBatch(
         **extract_sample_fields(rows)._asdict(),
         metadata=build_batch_metadata(rows),

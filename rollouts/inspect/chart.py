@@ -16,9 +16,10 @@ from rollouts.inspect.terminal import format_number, make_safe
 DOT_BITS = np.array(((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80)))  # Unicode braille
 COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")  # of the runs, in turn
 SHOWN_NAMES = 8  # of metrics that an error lists
-# metrics and evaluations, those of stages that have steps first
+# metrics and evaluations of a stage, or of all, those of stages that have steps first
 NAMES = """
-    SELECT stage, name FROM totals LEFT JOIN stages USING (stage) WHERE name GLOB ?
+    SELECT stage, name FROM totals LEFT JOIN stages USING (stage)
+    WHERE name GLOB ? AND stage = ifnull(?, stage)
     ORDER BY stages.rowid, name"""
 
 
@@ -37,10 +38,10 @@ def collect_panels(
     """
     panels: dict[tuple[str, str], dict[str, Curve]] = {}
     for pattern in patterns:
-        held = [(run, *row.values()) for run, of in records.items() for row in of.rows(NAMES, [pattern])]
-        found = [key for key in held if stage in (None, key[1])]
+        wanted = [pattern, stage]
+        found = [(run, *row.values()) for run, of in records.items() for row in of.rows(NAMES, wanted)]
         if not found:
-            rows = [row for record in records.values() for row in record.rows(NAMES, ["*"])]
+            rows = [row for record in records.values() for row in record.rows(NAMES, ["*", None])]
             stages, names = (list(dict.fromkeys(row[part] for row in rows)) for part in ("stage", "name"))
             near = (nearest_names(pattern, names, count=SHOWN_NAMES) or names)[:SHOWN_NAMES]
             raise ConfigError(

@@ -158,9 +158,10 @@ def run_sql(record: Record, sql: str) -> tuple[list[str], list[tuple[Any, ...]]]
         # no EXPLAIN: with ANALYZE it runs what it explains, and that may be a COPY onto the record
         if [statement.type for statement in statements] != [duckdb.StatementType.SELECT]:
             raise ConfigError("SQL: give one statement that reads, for example SELECT … FROM metrics")
-        for kind in (kind for kind in KINDS if kind in sql.lower()):
-            record.add_views(kind)
-            record.note_damage(kind, f"{kind}_lines")
+        for kind in KINDS:
+            if kind in sql.lower():
+                record.add_views(kind)
+                record.note_damage(kind, f"{kind}_lines")
         result = record.connection.execute(sql)
         return [str(column[0]) for column in result.description or ()], result.fetchall()
     except duckdb.Error as error:

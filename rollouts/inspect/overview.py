@@ -22,12 +22,16 @@ from rollouts.inspect.record import (
 from rollouts.inspect.terminal import format_number, tabulate
 
 MEASURES = "low|high|margins|failed|perplexity|entropy|kl|self_bleu"
-LEAST_WIDTH = 100  # of a terminal that shows four numbers of each course
 CHARTS = """
     SELECT stage, name FROM totals JOIN stages USING (stage)
     WHERE rows > 1 AND name IN ('reward/mean', 'loss/total') ORDER BY stages.rowid, name DESC"""
-# The variables `room`, `ranges` and `last` say how wide bars and courses are, and how many steps are listed.
-# Those of the map `facts` are further cells, by their headings.
+# how wide bars and courses are, and how many steps are listed; from 100 columns on a course has four numbers
+# beside it
+VIEW = """
+    SET VARIABLE room = greatest(4, least(50, {width} - 46));
+    SET VARIABLE ranges = greatest(4, least(60, {width} - if({width} >= 100, 80, 58)));
+    SET VARIABLE last = {last}"""
+# The values of the map `facts` are further cells, by their headings.
 # The first twelve telling metrics of each stage: means over equal ranges of its steps, and numbers
 COURSES = """
     WITH ranges AS (
@@ -110,17 +114,8 @@ ENDED = """
     FROM totals WHERE name LIKE 'trajectories/ended/%' GROUP BY what ORDER BY sum(total) DESC"""
 
 
-PARTS = {
-    COURSES: False,
-    STEPS: True,
-    EVALUATIONS: True,
-    PHASES: False,
-    LAGS: False,
-    ENDED: False,
-    TOOLS: True,
-    DROPPED: True,
-    FAILED: True,
-}
+PARTS = (COURSES, STEPS, EVALUATIONS, PHASES, LAGS, ENDED, TOOLS, DROPPED, FAILED)
+WITHOUT_LINES = (COURSES, PHASES, LAGS, ENDED)
 
 
 def print_run(console: Console, record: Record, *, last: int) -> None:
@@ -129,16 +124,12 @@ def print_run(console: Console, record: Record, *, last: int) -> None:
     """
     load_facts(record)
     width = console.width
-    ranges = max(4, min(60, width - (80 if width >= LEAST_WIDTH else 58)))
-    record.connection.execute(
-        f"SET VARIABLE room = {max(4, min(50, width - 46))}; SET VARIABLE ranges = {ranges};"
-        f"SET VARIABLE last = {last}"
-    )
+    record.connection.execute(VIEW.format(width=width, last=last))
     for row in record.rows(CHARTS):
         chart = draw_chart([record.read_curve(**row)], width=max(20, min(72, width - 14)), height=8)
         console.print(chart, end="\n\n")
-    for sql, lines in PARTS.items():
-        tables = make_tables(record, sql, lines=lines)
+    for sql in PARTS:
+        tables = make_tables(record, sql, lines=sql not in WITHOUT_LINES)
         print_tables(console, tables, fit=sql in (COURSES, STEPS, EVALUATIONS))
     for row in record.rows(TROUBLE):
         console.print(f"{row['total']:.0f} {row['what']}\n")
@@ -216,8 +207,9 @@ def print_comparison(console: Console, records: Mapping[str, Record]) -> None:
     tables = [compare_metrics(records, stage) for stage in stages]
     tables += [compare("settings that differ", settings, differ=True), compare("", outcomes)]
     print_tables(console, tables)
-    for note in (note for record in records.values() for note in record.notes):
-        console.print(note)
+    for record in records.values():
+        for note in record.notes:
+            console.print(note)
 
 
 def compare_metrics(records: Mapping[str, Record], stage: str) -> Table:

@@ -139,13 +139,13 @@ class Record:
         """Makes the views of a kind."""
         columns, files = COLUMNS[kind], self.list_files(kind)
         if kind in ("metrics", "evaluations"):
-            found = self.connection.execute(
-                "SELECT DISTINCT unnest(names) FROM (SELECT DISTINCT json_keys(json) AS names"
-                f" FROM read_ndjson_objects([{files}], {JSON_OPTIONS}) WHERE json_type(json) = 'OBJECT')"
-            ).fetchall()
             # DuckDB does not tell names apart by case: the first of equal ones stays
-            names = {name.lower(): name for (name,) in sorted(found, reverse=True) if name}
-            columns = columns | {names[low]: "DOUBLE" for low in sorted(names.keys() - columns.keys())}
+            found = self.connection.execute(
+                "SELECT min(name) FROM (SELECT unnest(names) AS name FROM (SELECT DISTINCT json_keys(json)"
+                f" AS names FROM read_ndjson_objects([{files}], {JSON_OPTIONS})"
+                " WHERE json_type(json) = 'OBJECT')) WHERE name != '' GROUP BY lower(name) ORDER BY 1"
+            ).fetchall()
+            columns = columns | {name: "DOUBLE" for (name,) in found if name.lower() not in columns}
         schema = ", ".join(f"{quote_name(name)}: '{form}'" for name, form in columns.items())
         self.connection.execute(
             f"CREATE OR REPLACE VIEW {kind}_lines AS"
@@ -174,7 +174,7 @@ class Record:
             self.notes.append(f"{kind}.jsonl: the torn last line ({len(last)} bytes) is left out")
         (damaged,) = self.connection.execute(f"SELECT count(*) FROM {table} WHERE NOT {IS_ROW}").fetchall()[0]
         if damaged := damaged - torn:
-            self.notes.append(f"{kind}.jsonl: {damaged} damaged line{'' if damaged == 1 else 's'} left out")
+            self.notes.append(f"{kind}.jsonl: {count_of(damaged, 'damaged line')} left out")
 
     def load_samples(self, more: str = "", parameters: Sequence[object] = ()) -> None:
         """Makes samples_held of SAMPLE_FACTS and `more` columns, with one row for each trajectory: its last,
@@ -183,24 +183,24 @@ class Record:
         self.load("samples", SAMPLE_FACTS + more, parameters)
         self.connection.execute(WHOLE)
 
-    def read_samples(self, places: Sequence[int], select: str = "*") -> list[Row]:
+    def read_samples(self, places: Sequence[int], select: str = "* EXCLUDE (place, nth)") -> list[Row]:
         """What is selected of the rows at these places, in their order, with what samples_held knows of the
         whole trajectory.
         """
-        found = self.rows(
-            f"""SELECT place, {select} FROM (
+        return self.rows(
+            f"""SELECT {select} FROM (
                 SELECT line.* REPLACE (held.tokens AS tokens, held.response_length AS response_length,
                     held.weight_version_min AS weight_version_min,
                     held.weight_version_max AS weight_version_max)
-                FROM (SELECT place, unnest(json_transform(json, ?)) FROM (
+                FROM (SELECT place, unnest(json_transform(json, $columns)) FROM (
                     SELECT json, row_number() OVER () - 1 AS place
                     FROM read_ndjson_objects([{self.list_files("samples")}], {JSON_OPTIONS}))
-                    WHERE place IN (SELECT unnest(?::BIGINT[]))) AS line
-                JOIN samples_held AS held ON held.rowid = place)""",
-            [json.dumps(COLUMNS["samples"]), list(places)],
+                    WHERE place IN (SELECT unnest($places::BIGINT[]))) AS line
+                JOIN samples_held AS held ON held.rowid = place)
+                JOIN (SELECT unnest($places::BIGINT[]) AS place, unnest(range(len($places))) AS nth)
+                USING (place) ORDER BY nth""",
+            {"columns": json.dumps(COLUMNS["samples"]), "places": list(places)},
         )
-        by_place = {row.pop("place"): row for row in found}
-        return [by_place[place] for place in places]
 
     def list_files(self, kind: str) -> str:
         """The files of a kind as SQL has them; an empty one where there are none."""

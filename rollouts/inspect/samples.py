@@ -39,11 +39,11 @@ TRANSCRIPT = r"""stage, step, id, messages, trajectory,
         if(policy_version > weight_version_min, format('{} version{} behind',
             policy_version - weight_version_min, if(policy_version - weight_version_min = 1, '', 's')), NULL)
     ) AS head,
-    CASE WHEN json_type(prompt) = 'ARRAY' THEN
+    list_append(CASE WHEN json_type(prompt) = 'ARRAY' THEN
         [{said: format('[{}] ', coalesce(turn->>'role', '')), text: coalesce(turn->>'content', turn->>'$')}
             FOR turn IN prompt::JSON[] IF coalesce(turn->>'content', turn->>'$') != '']
-        ELSE [{said: '[prompt] ', text: text} FOR text IN [prompt->>'$'] IF text != ''] END AS turns,
-    coalesce(response, '') AS response,
+        ELSE [{said: '[prompt] ', text: text} FOR text IN [prompt->>'$'] IF text != ''] END,
+        {said: '→ ', text: coalesce(response, '')}) AS turns,
     [line FOR line IN [
         'ended: ' || (trajectory->>'$.end') || concat_ws(' · ', '',
             'turns ' || json_array_length(trajectory, '$.turns'),
@@ -140,20 +140,18 @@ def print_samples(console: Console, record: Record, found: FoundSamples, *, colo
             except RecordError as error:
                 reasons[str(error)] += 1
         lines = [Text(make_safe(row["head"], one_line=True), style="bold")]
-        said = [*row["turns"], {"said": "→ ", "text": row["response"]}]
-        if "messages" in row:
-            said = list_turns(row)
-        said = [(make_safe(turn["said"], one_line=True), turn["text"]) for turn in said]
-        lines += [marked] if marked else [Text.assemble((who, "bold cyan"), text) for who, text in said]
-        for line in [*lines, *(Text(remark, style="dim") for remark in row["remarks"]), ""]:
-            console.print(line)
+        said = [
+            Text.assemble((make_safe(turn["said"], one_line=True), "bold cyan"), turn["text"])
+            for turn in (list_turns(row) if "messages" in row else row["turns"])
+        ]
+        lines += [marked] if marked else said
+        console.print(*lines, *(Text(remark, style="dim") for remark in row["remarks"]), "", sep="\n")
     shown = f"{len(rows)} of {found.total} logged samples"
     if found.matching > len(rows):
         shown = f"{len(rows)} of {found.matching} that match, of {found.total} logged samples;"
         shown += " --limit shows more"
     why = [f"not marked, {count_of(count, 'sample')}: {reason}" for reason, count in reasons.items()]
-    for line in [*why, *record.notes, shown]:
-        console.print(line)
+    console.print(*why, *record.notes, shown, sep="\n")
 
 
 def mark_tokens(tokens: SampleTokens, color: str, *, plain: bool) -> Text:

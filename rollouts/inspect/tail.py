@@ -31,6 +31,11 @@ OPENING = f"""
     CREATE SEQUENCE places;
     CREATE TABLE asked (stage VARCHAR, total BIGINT);
     CREATE TABLE numbers (place BIGINT, name VARCHAR, value DOUBLE)"""
+# the steps that the config asks of each stage
+ASKED = r"""
+    INSERT INTO asked SELECT left(name, -6), total
+    FROM (SELECT unnest(?::VARCHAR[]) AS name, unnest(?::VARCHAR[]) AS total)
+    WHERE name LIKE '%.steps' AND regexp_full_match(total, '\d+')"""
 TABLE = (
     "CREATE TABLE {} (place BIGINT, stage VARCHAR, step BIGINT, attempt BIGINT, time_unix DOUBLE, row JSON)"
 )
@@ -147,15 +152,9 @@ SCREEN = """
 def open_tables(root: Path) -> duckdb.DuckDBPyConnection:
     """A database in memory that has no rows yet, and the steps that the config asks of each stage."""
     settings = read_settings(open_run_dir(root))
-    asked = {
-        name[:-6]: text for name, text in settings.items() if name.endswith(".steps") and text.isdecimal()
-    }
     connection = duckdb.connect(":memory:")
     connection.execute(";".join([OPENING, *map(TABLE.format, HELD_ROWS), STEPS]))
-    connection.execute(
-        "INSERT INTO asked SELECT unnest(?::VARCHAR[]), unnest(?::VARCHAR[])",
-        [list(asked), [*asked.values()]],
-    )
+    connection.execute(ASKED, [list(settings), list(settings.values())])
     return connection
 
 
@@ -196,8 +195,12 @@ async def follow(root: Path, console: Console, every_s: float, once: bool) -> No
             state = f"{root}: {describe_activity(activity)}"
             if take_rows(connection, root, places) or state != shown:
                 shown, whole = state, lively or once or not activity.may_go_on
-                values = {"state": state, "width": console.width, "now": time.time()}
-                values["goes_on"] = activity.may_go_on
+                values = {
+                    "state": state,
+                    "width": console.width,
+                    "now": time.time(),
+                    "goes_on": activity.may_go_on,
+                }
                 found = connection.execute(SCREEN, values) if whole else connection.execute(LINES)
                 lines = [make_safe(line, one_line=True) for (line,) in found.fetchall()]
                 connection.execute(PRINTED)

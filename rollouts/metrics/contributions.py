@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollouts.metrics.record import Fields, encode_rows
-from rollouts.types import FloatArray, ForwardBackwardResult, IntArray, OptimStepResult, RolloutBatch, Sample
+from rollouts.types import FloatArray, ForwardBackwardResult, OptimStepResult, RolloutBatch, Sample
 
 
 class UpdateRecord(NamedTuple):
@@ -39,11 +39,8 @@ class Place(NamedTuple):
     length: int  # T
 
 
-def encode_contributions(
-    head: Fields, update: UpdateRecord, lengths: IntArray, places: Sequence[Place] = ()
-) -> bytes:
-    """The rows of the update as lines, in the order of the batch; none of an update that has none. lengths:
-    [B] tokens that train.
+def encode_contributions(head: Fields, update: UpdateRecord, places: Sequence[Place] = ()) -> bytes:
+    """The rows of the update as lines, in the order of the batch; none of an update that has none.
 
     `places`: of every row, or empty where no arrays are kept. Advantages and weights are 0 where the mask is
     0. Shares of an update that changed nothing are 0; where a backend gives no per-token arrays they are
@@ -59,7 +56,7 @@ def encode_contributions(
     if skipped is not None:
         shares = np.zeros(len(batch))
     elif traced is not None:
-        weights = _sum_rows(traced.weights) / np.maximum(lengths, 1)
+        weights = _sum_rows(traced.weights) / np.maximum(batch.response_lengths, 1)
         shares = _compute_shares(traced.slopes)
     assert batch.group_indices is not None, "a policy trains on groups"
     columns: dict[str, Iterable[Any]] = {
@@ -69,7 +66,7 @@ def encode_contributions(
         "advantage": _list_finite(batch.mean_advantages),
         "weight": _list_finite(weights),
         "share": _list_finite(shares),
-        "tokens": lengths.tolist(),
+        "tokens": batch.response_lengths.tolist(),
         "reward": repeat(None) if batch.rewards is None else _list_rewards(batch.rewards, batch.samples),
         **dict(zip(Place._fields, zip(*places, strict=True), strict=False)),
     }
@@ -119,9 +116,8 @@ def _list_finite(values: NDArray[Any] | None) -> Iterable[float | None]:
 # --- the audit log ------------------------------------------------------------------------------------------
 
 
-def format_update(head: Fields, update: UpdateRecord, lengths: IntArray) -> str:
-    """The line of an update, without its newline. head: of a row, as make_head gives it; lengths: [B] tokens
-    that train.
+def format_update(head: Fields, update: UpdateRecord) -> str:
+    """The line of an update, without its newline. head: of a row, as make_head gives it.
 
     Names and values in columns, so that it reads by eye and splits at spaces; a value that the update does
     not have is "-".
@@ -150,7 +146,7 @@ def format_update(head: Fields, update: UpdateRecord, lengths: IntArray) -> str:
         f"lr {optim.lr:.3e}",
         f"samples {len(update.batch):>5d}",
         f"zero_advantage {int(metrics.get('advantage/skipped_rows') or 0):>5d}",
-        f"tokens {int(lengths.sum()):>8d}",
+        f"tokens {int(update.batch.response_lengths.sum()):>8d}",
         *([] if skipped is None else [f"skipped: {' '.join(skipped.split())}"]),
     ]
     return "  ".join(fields)

@@ -141,16 +141,18 @@ def next_attempt(run_dir: RunDir) -> int:
     All files count: an attempt that was killed between a step's samples and its row would else have its
     number used again, and readers would take both attempts' samples for one.
     """
-    return 1 + max(read_last_attempt(path) for path in run_dir.row_files)
+    return 1 + max(map(read_last_attempt, run_dir.row_files))
 
 
 def read_last_attempt(path: Path) -> int:
     """The attempt of the last whole row of a .jsonl file, 0 if there is none: attempts never decrease in a
     file, and long ones are slow to read.
     """
-    lines = (line for part in reversed(list_parts(path)) for line in read_backwards(part))
-    row = next((row for line in lines if (row := parse_row(line)) is not None), {})
-    return row.get("attempt") or 0
+    for part in reversed(list_parts(path)):
+        for line in read_backwards(part):
+            if (row := parse_row(line)) is not None:
+                return row.get("attempt") or 0
+    return 0
 
 
 def read_backwards(path: Path) -> Iterator[bytes]:

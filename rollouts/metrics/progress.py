@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+LINE_S = 5.0  # between two plain lines
 SHOWN = (  # label, metrics of which the first present is shown, format
     ("reward", ("reward/mean",), "{:.3f}"),
     ("loss", ("loss/total",), "{:.4g}"),
@@ -23,15 +24,9 @@ Progress = Callable[[str, int, Mapping[str, float]], None]
 
 
 @contextmanager
-def open_progress(
-    console: Console,
-    total_steps: Mapping[str, int],
-    *,
-    every_s: float = 5.0,
-    clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Progress]:
+def open_progress(console: Console, total_steps: Mapping[str, int]) -> Iterator[Progress]:
     """Shows steps on `console`: in a live table if that is a terminal, else in plain lines, at most every
-    `every_s` seconds, and the first and last step of a stage.
+    LINE_S seconds, and the first and last step of a stage.
 
     `total_steps` of each stage is what it counts towards. It draws when it is told something, and owns no
     thread and no task.
@@ -43,8 +38,7 @@ def open_progress(
 
     def show(stage: str, step: int, metrics: Mapping[str, float]) -> None:
         nonlocal last_line_s
-        now, total = clock(), total_steps[stage]
-        is_first = stage not in began
+        now, total = time.monotonic(), total_steps[stage]
         first_step, first_time = began.setdefault(stage, (step, now))
         # the pace since the first step was reported, or of this step if it is the first
         pace_s = (now - first_time) / (step - first_step) if step > first_step else metrics.get("time/step")
@@ -61,7 +55,7 @@ def open_progress(
                 for row in shown.values():
                     table.add_row(*row.values())
                 live.update(table, refresh=True)
-            elif is_first or step == total or now - last_line_s >= every_s:
+            elif step in (first_step, total) or now - last_line_s >= LINE_S:
                 last_line_s = now
                 words = [f"{label} {text}" for label, text in list(texts.items())[2:] if text]
                 line = "  ".join([f"{stage} {texts['step']}", *words])

@@ -25,10 +25,9 @@ FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 class RecordFile:
     """One file of the record: repaired at once, made with its first line, flushed by `close`."""
 
-    def __init__(self, path: Path, *, part_bytes: int = PART_BYTES) -> None:
+    def __init__(self, path: Path) -> None:
         """Raises OSError where the file cannot be repaired."""
-        assert part_bytes >= 1, part_bytes
-        self._path, self._part_bytes = path, part_bytes
+        self._path = path
         self._file = -1  # descriptor of the last part
         self._number = self._end = 0  # of the last part, and bytes of its whole lines
         self._waiting = b""  # what the disk refused
@@ -90,7 +89,7 @@ class RecordFile:
             last = (list_parts(self._path) or [self._path])[-1]
             self._file = os.open(last, FLAGS, 0o644)
             self._number, self._end = parse_part(self._path, last.name) or 0, os.fstat(self._file).st_size
-        if self._end >= self._part_bytes and self._path.suffix == ".jsonl":
+        if self._end >= PART_BYTES and self._path.suffix == ".jsonl":
             os.fsync(self._file)
             full, following = self._file, part_path(self._path, self._number + 1)
             self._file = os.open(following, FLAGS | os.O_EXCL, 0o644)

@@ -11,8 +11,8 @@ duration is of a clock that no one sets.
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -46,35 +46,29 @@ class PhaseTimer:
     """
 
     def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._spans: list[Span] = []
+        self._start, self._recorder = time.perf_counter(), SpanRecorder()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Counts the seconds inside the block under `time/{name}`, also when the block raises."""
         assert PHASE_NAME.fullmatch(name) and name != "step", (
             f"phase {name!r} must be lower_snake and not 'step', which is the whole"
         )
-        start_unix, start = time.time(), time.perf_counter()
-        try:
-            yield
-        finally:
-            self._spans.append(Span(name, TRAINER, start_unix, time.perf_counter() - start))
+        return self._recorder.measure(name)
 
     def seconds(self, name: str) -> float:
         """Seconds of a phase, 0 of one that was not entered."""
-        return sum(span.duration_s for span in self._spans if span.name == name)
+        return sum(span.duration_s for span in self.spans() if span.name == name)
 
     def metrics(self) -> dict[str, float]:
         """`time/{phase}` in order of the first end, and `time/step`: seconds since construction. A phase not
         entered is absent.
         """
-        whole = {f"time/{span.name}": self.seconds(span.name) for span in self._spans}
+        whole = {f"time/{span.name}": self.seconds(span.name) for span in self.spans()}
         return whole | {"time/step": time.perf_counter() - self._start}
 
     def spans(self) -> list[Span]:
         """Each time a phase was entered and left, in the order in which they ended."""
-        return list(self._spans)
+        return list(self._recorder.spans)
 
 
 class SpanRecorder:
@@ -84,11 +78,8 @@ class SpanRecorder:
     One for a run, used by one thread.
     """
 
-    def __init__(
-        self, *, clock: Callable[[], float] = time.perf_counter, time_unix: Callable[[], float] = time.time
-    ) -> None:
-        self._clock, self._time_unix = clock, time_unix
-        self._spans: list[Span] = []
+    def __init__(self) -> None:
+        self.spans: list[Span] = []  # that the next take() gives out
         self._of_samples: OrderedDict[str, list[Span]] = OrderedDict()
 
     def add(
@@ -103,30 +94,30 @@ class SpanRecorder:
     ) -> None:
         """Work that began `ago_s` seconds before now. Of a sample if it has an `id`."""
         assert PHASE_NAME.fullmatch(name) and duration_s >= 0, (name, duration_s)
-        held = self._spans if id is None else self._of_samples.setdefault(id, [])
-        held.append(Span(name, track, self._time_unix() - ago_s, duration_s, id, tokens))
+        held = self.spans if id is None else self._of_samples.setdefault(id, [])
+        held.append(Span(name, track, time.time() - ago_s, duration_s, id, tokens))
         if len(self._of_samples) > HELD_IDS:
             self._of_samples.popitem(last=False)
-        del self._spans[:-HELD_SPANS]
+        del self.spans[:-HELD_SPANS]
 
     @contextmanager
     def measure(self, name: str, track: str = TRAINER) -> Iterator[None]:
         """The block as a span, also when it raises."""
-        start = self._clock()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            seconds = self._clock() - start
+            seconds = time.perf_counter() - start
             self.add(name, track, seconds, seconds)
 
     def keep(self, ids: Iterable[str]) -> None:
         """The spans of these samples are given out by the next take()."""
         for id_ in ids:
-            self._spans.extend(self._of_samples.pop(id_, ()))
+            self.spans.extend(self._of_samples.pop(id_, ()))
 
     def take(self) -> list[Span]:
         """What was recorded since the last call, of samples only what was kept."""
-        spans, self._spans = self._spans, []
+        spans, self.spans = self.spans, []
         return spans
 
 
@@ -160,10 +151,8 @@ def listing_answers() -> Iterator[list[Answered]]:
         _ANSWERED.reset(token)
 
 
-def note_answer(engine: str, start: float, duration_s: float, tokens: int) -> None:
-    """A request begun at `start`, of trio's clock, has been answered by `engine` with `tokens`. Nothing where
-    nobody lists answers.
-    """
+def note_answer(answered: Answered) -> None:
+    """Adds a request to the list. Nothing where nobody lists answers."""
     answers = _ANSWERED.get()
     if answers is not None:
-        answers.append(Answered(engine, start, duration_s, tokens))
+        answers.append(answered)

@@ -35,7 +35,7 @@ from rollouts.metrics.record import (
     make_row,
     select_evenly,
 )
-from rollouts.metrics.record_files import PART_BYTES, RecordFile
+from rollouts.metrics.record_files import RecordFile
 from rollouts.metrics.spans import Span
 from rollouts.metrics.token_shards import TokenShards
 from rollouts.run_dir import RunDir
@@ -80,9 +80,9 @@ class JsonlLogger:
 
         def write() -> None:
             for update in updates:
-                lengths, places = update.batch.response_lengths, self._write_arrays(stage, update)
-                self.files["contributions"].append(encode_contributions(head, update, lengths, places))
-                self.files["updates"].append(f"{format_update(head, update, lengths)}\n".encode())
+                places = self._write_arrays(stage, update)
+                self.files["contributions"].append(encode_contributions(head, update, places))
+                self.files["updates"].append(f"{format_update(head, update)}\n".encode())
             self.files["metrics"].append(encode_rows([row]))
             self._append_spans(head, spans)
 
@@ -165,7 +165,6 @@ async def open_jsonl_logger(
     token_arrays_bytes: int = 0,
     progress: Progress | None = None,
     measure: Callable[[], Mapping[str, float]] = dict,
-    part_bytes: int = PART_BYTES,
     in_thread: bool = True,
 ) -> AsyncIterator[JsonlLogger]:
     """A logger on the files of `run_dir`, made if missing and repaired if torn; flushed to the device on the
@@ -187,7 +186,7 @@ async def open_jsonl_logger(
     closing = ExitStack()
 
     def open_all() -> None:
-        logger.files = open_files(run_dir, part_bytes)
+        logger.files = open_files(run_dir)
         for file in (*logger.files.values(), shards):
             closing.callback(file.close)
 
@@ -198,14 +197,11 @@ async def open_jsonl_logger(
         await logger.take_turn(closing.close)
 
 
-def open_files(run_dir: RunDir, part_bytes: int = PART_BYTES) -> dict[str, RecordFile]:
+def open_files(run_dir: RunDir) -> dict[str, RecordFile]:
     """The files of a run by the stem of their name; the first three are made at once, the others with their
     first row. Raises OSError where the directory or a file cannot be made.
     """
     run_dir.root.mkdir(parents=True, exist_ok=True)
     for path in run_dir.row_files[:3]:
         path.touch()
-    return {
-        path.stem: RecordFile(path, part_bytes=part_bytes)
-        for path in (*run_dir.row_files, run_dir.updates_log)
-    }
+    return {path.stem: RecordFile(path) for path in (*run_dir.row_files, run_dir.updates_log)}

@@ -127,7 +127,7 @@ def look_at_run(
                 "memory",
                 "not estimated: config.json or the weight files do not say how large the model is",
             )
-    findings += estimate_work(run.config, present, run.rows)
+    estimate_work(run.config, present, run.rows, findings)
     return run
 
 
@@ -195,9 +195,7 @@ def check_alerts(alerts: Sequence[AlertConfig], findings: Findings) -> None:
 # --- servers ------------------------------------------------------------------------------------------------
 
 
-def check_servers(
-    config: EngineConfig, findings: Findings, *, transport: httpx.BaseTransport | None = None
-) -> None:
+def check_servers(config: EngineConfig, findings: Findings) -> None:
     """Notes of each server of engine.urls whether it answers, and whether strangers may control it. Nothing
     is changed there.
     """
@@ -207,7 +205,7 @@ def check_servers(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     for url in config.urls:
         try:
-            with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False, transport=transport) as client:
+            with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False) as client:
                 client.get("/health", headers=headers).raise_for_status()
                 answer = client.get(version_path, headers=headers).raise_for_status()
                 version = re.search(r'"version": *"([ !#-~]{1,40})', answer.text)

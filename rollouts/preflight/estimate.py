@@ -17,7 +17,7 @@ from rollouts.config.schema import REFERENCE_FREE, RunConfig
 from rollouts.loops.algorithm import needs_reference
 from rollouts.models.directories import list_tensors, naming_errors
 from rollouts.models.host_memory import read_free_memory
-from rollouts.preflight.findings import Finding
+from rollouts.preflight.findings import Finding, Findings
 from rollouts.preflight.rows import PreparedRows, Rows
 
 FLOAT_BYTES = 4
@@ -185,9 +185,8 @@ def _mib(count: int) -> str:
 # --- work ---------------------------------------------------------------------------------------------------
 
 
-def estimate_work(config: RunConfig, stages: Sequence[str], rows: Rows) -> list[Finding]:
-    """What each stage computes: rows or samples, tokens at most, evaluations."""
-    findings: list[Finding] = []
+def estimate_work(config: RunConfig, stages: Sequence[str], rows: Rows, findings: Findings) -> None:
+    """Notes what each stage computes: rows or samples, tokens at most, evaluations."""
     for stage in stages:
         section: Any = getattr(config, stage)
         if not section.steps:  # its epochs could not be counted, for its rows are wrong
@@ -206,10 +205,9 @@ def estimate_work(config: RunConfig, stages: Sequence[str], rows: Rows) -> list[
             f"{section.steps} steps of {each}{epochs}; at most {tokens} tokens a step,"
             f" {math.ceil(tokens / section.micro_batch_tokens)} or more micro-batches at that length"
         )
-        findings.append(Finding("ok", f"{stage}: work", text))
+        findings.note("ok", f"{stage}: work", text)
     if config.eval and stages:
         prompts, samples = len(rows.held_out), config.eval.samples_per_prompt
         tokens = prompts * samples * config.eval.max_new_tokens
         text = f"{prompts} prompts x {samples} samples each time, at most {tokens} tokens"
-        findings.append(Finding("ok", "eval: work", text))
-    return findings
+        findings.note("ok", "eval: work", text)

@@ -51,7 +51,6 @@ SETTINGS = {  # that name functions: field of Functions → key, which ends with
     "ranker": "rl.rollout.ranker",
     "curriculum": "rl.curriculum",
 }
-WORKER_MEMORY = 4 << 30  # bytes of one process that runs sync functions
 WORLDS = 64  # sync environments open at once, each in a process; sync tool calls at once
 WRONG_ANSWER = "(a made-up response)"
 
@@ -176,7 +175,6 @@ async def open_functions(
             open_workers(
                 count=num_workers or len(os.sched_getaffinity(0)),
                 timeout_s=rollout.reward_timeout_s,
-                memory_bytes=WORKER_MEMORY,
             )
         )
         for key, function in running.items():
@@ -187,7 +185,6 @@ async def open_functions(
             open_workers,
             count=WORLDS,
             timeout_s=rollout.tool_timeout_s,
-            memory_bytes=WORKER_MEMORY,
             module="rollouts.environments.worker",
         )
         # two, for environments that hold all workers of one call tools

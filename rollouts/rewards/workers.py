@@ -78,7 +78,7 @@ async def open_workers(
     *,
     count: int,
     timeout_s: float,
-    memory_bytes: int,
+    memory_bytes: int = 4 << 30,
     output_bytes: int = 1 << 20,
     module: str = "rollouts.rewards.worker",
 ) -> AsyncIterator[Workers]:
@@ -125,12 +125,12 @@ class Workers:
         request = name_function(role, name, base_dir)
 
         async def call(given: Sample | Sequence[Sample]) -> RewardResult | tuple[RewardResult, ...]:
-            samples = (given,) if isinstance(given, Sample) else tuple(given)
-            on = "" if isinstance(given, Sample) else "the group of "
+            alone = isinstance(given, Sample)
+            samples, on = ((given,), "") if alone else (tuple(given), "the group of ")
             where = f"{role.replace('_', ' ')} function {call.__name__} on {on}sample {samples[0].id}"
             kind = tuple[(RewardResult,) * len(samples)]
             rewards = await self.call({**request, "samples": samples}, where, kind)
-            return rewards[0] if isinstance(given, Sample) else rewards
+            return rewards[0] if alone else rewards
 
         call.__name__ = call.__qualname__ = name.rpartition(":")[2].rpartition(".")[2]
         # waiting for a worker is not the function's time

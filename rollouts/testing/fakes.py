@@ -144,7 +144,7 @@ class ScriptedEngine:
         finally:
             del self._running[request.request_id]
             self._changed.unpark_all()
-        log_probs = [fake_log_prob(sampling.seed, *each) for each in enumerate(versions)]
+        log_probs = [-2.0 * fake_uniform(sampling.seed, *each) for each in enumerate(versions)]
         scored = np.where(np.arange(len(request.prompt_ids)) > 0, NAT, ZERO)  # as FakeBackend.forward gives
         return Completion(
             request_id=request.request_id,
@@ -245,11 +245,6 @@ class ScriptedEngine:
             await self._changed.park()
         if self._closed:
             raise EngineClosed("the engine is closed")
-
-
-def fake_log_prob(seed: int | None, position: int, version: int) -> float:
-    """A number between −2 and 0 that depends on all three arguments and nothing else."""
-    return -2.0 * fake_uniform(seed, position, version)
 
 
 def fake_uniform(*key: object) -> float:

@@ -35,6 +35,8 @@ from rollouts.metrics.jsonl import NonNegative, Place, read_lines
 from rollouts.run_dir import RunDir, replace_file
 from rollouts.trackers.sinks import ALERTS, SINKS, RunInfo, Sink, TrackedRow, open_sink
 
+Say = Callable[[str], None]
+
 # --- the position -------------------------------------------------------------------------------------------
 
 
@@ -100,7 +102,7 @@ class Head(msgspec.Struct):
 
 
 def read_batch(
-    root: Path, files: Sequence[str], position: Position, *, limit: int, say: Callable[[str], None]
+    root: Path, files: Sequence[str], position: Position, *, limit: int, say: Say
 ) -> tuple[list[TrackedRow], dict[str, Place]]:
     """Up to `limit` whole rows after the position, of all files together by their time; and where each file's
     next row begins after them and the lines that are no rows.
@@ -121,7 +123,7 @@ def read_batch(
 
 
 def parse_lines(
-    root: Path, file: str, place: Place, say: Callable[[str], None]
+    root: Path, file: str, place: Place, say: Say
 ) -> Iterator[tuple[float, str, Mapping[str, Any] | None, Place]]:
     """(time, file, row, where the next line begins) of each whole line; row None: it is none."""
     for line, end in read_lines(root / f"{file}.jsonl", place):
@@ -142,7 +144,6 @@ LAST_WAIT_S, LAST_TRIES = 5.0, 40  # the longest once the run is over, and how o
 REFUSED_WAIT_S = 300.0  # after a refusal: a person has to act
 NICE = 10  # the run goes first
 
-Say = Callable[[str], None]
 Outcome = Literal["sent", "behind", "held"]  # all rows; not all; none, as another process follows the run
 
 

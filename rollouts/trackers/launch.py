@@ -27,18 +27,11 @@ FOLLOWER = (sys.executable, "-m", "rollouts.trackers.follower")
 
 
 @asynccontextmanager
-async def open_trackers(
-    run_dir: RunDir,
-    names: Sequence[str],
-    *,
-    say: Say,
-    end_s: float = END_S,
-    command: Sequence[str] = FOLLOWER,
-) -> AsyncIterator[None]:
+async def open_trackers(run_dir: RunDir, names: Sequence[str], *, say: Say) -> AsyncIterator[None]:
     """A follower of the run, inside the block. To be entered before the run's files are opened, so that these
     are closed first.
 
-    The block waits `end_s` at its end, at most, and says which trackers do not have everything, and how they
+    The block waits END_S at its end, at most, and says which trackers do not have everything, and how they
     get it. Raises never: a follower that cannot start is said.
     """
     if not names:
@@ -46,12 +39,12 @@ async def open_trackers(
         return
     root, over, ended = run_dir.root, trio.Event(), trio.Event()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(keep_follower, root, [*command, str(root), *names], over, ended, say)
+        nursery.start_soon(keep_follower, root, [*FOLLOWER, str(root), *names], over, ended, say)
         try:
             yield
         finally:
             over.set()
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + end_s):
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + END_S):
                 await ended.wait()
             nursery.cancel_scope.cancel()
     behind: list[str] = []

@@ -30,7 +30,8 @@ def open_sink(run: RunInfo) -> Sink:
 
     def send(rows: Sequence[TrackedRow]) -> Mark:
         """Returns when all was told, or could not be, which is said."""
-        for row in (tracked.row for tracked in rows):
+        for tracked in rows:
+            row = tracked.row
             for alert in alerts:
                 state = states.setdefault(f"{row['stage']} {alert}", {"holds": False})
                 found = check_rule(alert, row, state) if is_about(alert, row) else None

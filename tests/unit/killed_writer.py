@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import trio
 
+from rollouts.metrics import record_files
 from rollouts.metrics.spans import Span
 from rollouts.metrics.writer import open_jsonl_logger
 from rollouts.run_dir import RunDir
@@ -16,7 +17,7 @@ from rollouts.types import Sample
 from tests.support.made_updates import make_update
 
 
-async def write(run_dir: RunDir, said: int, attempt: int, first_step: int, part_bytes: int):
+async def write(run_dir: RunDir, said: int, attempt: int, first_step: int):
     texts = ["x" * (300_000 if index == 0 else 500) for index in range(4)]  # one that takes a while to write
     samples = tuple(
         Sample(id=f"s{index}", prompt="p", response=text, tokens=np.arange(3), loss_mask=np.array([0, 1, 1]))
@@ -24,7 +25,7 @@ async def write(run_dir: RunDir, said: int, attempt: int, first_step: int, part_
     )
     metrics = {f"area/metric_{index}": float(index) for index in range(60)}
     async with open_jsonl_logger(
-        run_dir, attempt=attempt, samples_per_step=4, token_arrays_bytes=1 << 30, part_bytes=part_bytes
+        run_dir, attempt=attempt, samples_per_step=4, token_arrays_bytes=1 << 30
     ) as logger:
         os.write(said, b"open\n")
         for step in itertools.count(first_step):
@@ -65,4 +66,5 @@ def run_writer(folder: Path, output: Connection, nth: int, attempt: int, first_s
     a kill can leave one; below 0 when the -n-th new part was opened.
     """
     arm(nth, output.fileno())
-    trio.run(write, RunDir(folder), output.fileno(), attempt, first_step, part_bytes)
+    record_files.PART_BYTES = part_bytes
+    trio.run(write, RunDir(folder), output.fileno(), attempt, first_step)

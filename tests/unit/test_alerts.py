@@ -13,8 +13,7 @@ from rollouts.errors import ConfigError
 from rollouts.preflight.checks import check_alerts
 from rollouts.preflight.findings import Findings
 from rollouts.run_dir import RunDir
-from rollouts.trackers import sink_alerts
-from rollouts.trackers.launch import open_trackers
+from rollouts.trackers import launch, sink_alerts
 from rollouts.trackers.sinks import ALERTS, RunInfo, TrackedRow
 from tests.support.text_tables import cases
 from tests.support.tracker_runs import append, make_row
@@ -77,7 +76,8 @@ async def test_a_run_tells_its_log_a_command_and_a_webhook_whose_address_is_a_se
     command = json.dumps([sys.executable, "-c", WRITE, str(out)])
     settings = f'metric = "a/b"\nrule = "above(limit=1)"\nrun = {command}\nwebhook = "HOOK"'
     look(root, settings)
-    async with open_trackers(RunDir(root), [ALERTS], say=said.append, end_s=60):
+    monkeypatch.setattr(launch, "END_S", 60)
+    async with launch.open_trackers(RunDir(root), [ALERTS], say=said.append):
         append(root, *(make_row(step, **{"a/b": value}) for step, value in enumerate((2, 3, 0.5), 1)))
     server.shutdown()
     server.server_close()

@@ -1,6 +1,7 @@
 """`check RUN` finds damaged rows, checkpoints and trackers; `check CONFIG` asks the servers it names."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -87,7 +88,9 @@ def test_a_server_is_healthy_or_named_with_the_way_out(monkeypatch, url, with_ke
 
     monkeypatch.setenv("SGLANG_API_KEY", "key")
     config = EngineConfig(kind="sglang", urls=[f"http://{url}"])
-    check_servers(config, findings := Findings(), transport=httpx.MockTransport(answer))
+    client = partial(httpx.Client, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "Client", client)
+    check_servers(config, findings := Findings())
     assert [finding.level for finding in findings] == levels.split()
     assert word in findings[-1].message
     assert "secret-key" not in repr(findings)

@@ -24,14 +24,11 @@ from tests.support.text_tables import cases
 
 def read_back(update: UpdateRecord, places: Sequence[Place] = ()) -> list[dict[str, Any]]:
     """The rows that are written, without a head."""
-    return [
-        json.loads(line)
-        for line in encode_contributions({}, update, update.batch.response_lengths, places).splitlines()
-    ]
+    return [json.loads(line) for line in encode_contributions({}, update, places).splitlines()]
 
 
 def write_line(update: UpdateRecord) -> str:
-    return format_update(make_head("rl", 12, 11, 2, 0.0), update, update.batch.response_lengths)
+    return format_update(make_head("rl", 12, 11, 2, 0.0), update)
 
 
 def test_a_row_says_which_sample_with_which_advantage_weight_and_share():

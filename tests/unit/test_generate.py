@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rollouts.generation.generate import make_chat_generate
-from rollouts.testing.fakes import ScriptedEngine, ScriptedReply, fake_log_prob
+from rollouts.testing.fakes import ScriptedEngine, ScriptedReply, fake_uniform
 from rollouts.types import Sample, SamplingParams, Status
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 from tests.support.text_tables import cases
@@ -27,7 +27,7 @@ async def test_a_sample_has_the_prompt_and_the_sampled_tokens_with_one_value_eac
     assert sample.tokens.tolist() == [*prompt_ids, ord("o"), ord("k"), FAKE_END]
     assert sample.loss_mask.tolist() == [False] * count + [True] * 3  # the stop token trains
     assert sample.weight_versions.tolist() == [-1] * count + [3, 3, 3]
-    log_probs = [0.0] * count + [fake_log_prob(5, position, 3) for position in range(3)]
+    log_probs = [0.0] * count + [-2.0 * fake_uniform(5, position, 3) for position in range(3)]
     assert sample.rollout_log_probs == pytest.approx(log_probs, abs=1e-7)
     assert (sample.response, sample.status, sample.reward) == ("ok", Status.COMPLETED, None)
     assert (sample.id, sample.group_index, sample.metadata) == (PENDING.id, 0, {"answer": "x"})

@@ -48,10 +48,11 @@ def test_a_run_directory_may_stand_beside_another_whose_name_ends_in_a_number(tm
     check_links(RunDir(tmp_path / "demo"))
 
 
-def test_a_full_part_is_followed_by_the_next_also_in_the_next_attempt(path):
+def test_a_full_part_is_followed_by_the_next_also_in_the_next_attempt(path, monkeypatch):
     lines = [make_line(step, attempt) for attempt in (1, 2) for step in (1, 2, 3)]
+    monkeypatch.setattr(record_files, "PART_BYTES", 2 * len(lines[0]))
     for attempt in (0, 1):
-        file = RecordFile(path, part_bytes=2 * len(lines[0]))
+        file = RecordFile(path)
         for line in lines[3 * attempt : 3 * attempt + 3]:
             file.append(line)
         file.close()
@@ -132,7 +133,8 @@ def test_an_attempt_that_left_only_such_rows_has_its_number_to_itself(tmp_path, 
 
 def write_three(monkeypatch: pytest.MonkeyPatch, path: Path, name: str, function: Callable[..., object]):
     """Three lines, each a part; the os function of this name is replaced for the last two."""
-    file = RecordFile(path, part_bytes=1)
+    monkeypatch.setattr(record_files, "PART_BYTES", 1)
+    file = RecordFile(path)
     file.append(make_line(1))
     with monkeypatch.context() as patch:
         patch.setattr(os, name, function)

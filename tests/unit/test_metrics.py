@@ -17,6 +17,7 @@ from rich.console import Console
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines.fleet import Member, open_fleet
 from rollouts.errors import EngineUnreachable, MetricError
+from rollouts.metrics import progress as progress_module
 from rollouts.metrics.names import METRICS, find_metric
 from rollouts.metrics.progress import open_progress
 from rollouts.metrics.record import (
@@ -78,14 +79,21 @@ def test_a_number_that_is_not_finite_is_refused_naming_the_field(value: float, t
 # --- progress -----------------------------------------------------------------------------------------------
 
 
-def test_a_log_gets_the_first_and_last_step_and_one_line_in_between_per_interval():
-    text, time = io.StringIO(), SimpleNamespace(now=0.0)
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The clock of progress, which says `now`."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(progress_module, "time", clock)
+    return clock
+
+
+def test_a_log_gets_the_first_and_last_step_and_one_line_in_between_per_interval(time, monkeypatch):
+    monkeypatch.setattr(progress_module, "LINE_S", 10.0)
+    text = io.StringIO()
     metrics = json.loads(
         '{"loss/total": 1.5, "optim/grad_norm": 0.1234, "perf/trained_tokens_per_s": 1234.5, "time/step": 4}'
     )
-    with open_progress(
-        Console(file=text, width=20), {"sft": 6}, every_s=10.0, clock=lambda: time.now
-    ) as progress:
+    with open_progress(Console(file=text, width=20), {"sft": 6}) as progress:
         for step in range(1, 7):
             time.now = 4.0 * (step - 1)  # lines at 0 s, 12 s and, as the last step, 20 s
             progress("sft", step, metrics)
@@ -95,10 +103,10 @@ def test_a_log_gets_the_first_and_last_step_and_one_line_in_between_per_interval
     ]
 
 
-def test_a_terminal_shows_the_newest_state_of_every_stage():
-    text, time = io.StringIO(), SimpleNamespace(now=0.0)
+def test_a_terminal_shows_the_newest_state_of_every_stage(time):
+    text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=100, color_system=None, legacy_windows=False)
-    with open_progress(console, {"sft": 2, "rl": 40}, clock=lambda: time.now) as progress:
+    with open_progress(console, {"sft": 2, "rl": 40}) as progress:
         progress("sft", 2, {"loss/total": 0.5})
         progress("rl", 1, {"reward/mean": 0.25, "time/step": 2.0})
         time.now = 30.0

@@ -31,13 +31,15 @@ def test_the_phases_of_a_step_are_spans_of_the_trainer(monkeypatch):
     for name in ("generate", "train", "train"):  # a phase entered twice adds up
         with suppress(ValueError), timer.phase(name):
             raise ValueError("no")
-    names = {1000.0: "generate", 1010.0: "train", 1020.0: "train"}
+    names = {999.0: "generate", 1009.0: "train", 1019.0: "train"}  # 1 s before each ended
     assert timer.spans() == [Span(name, "trainer", began, 1.0) for began, name in names.items()]
     assert timer.metrics() == {"time/generate": 1.0, "time/train": 2.0, "time/step": 7.0}
 
 
-def test_spans_of_samples_are_given_out_if_they_were_kept_and_others_always():
-    recorder = SpanRecorder(clock=ticking(1.0), time_unix=lambda: 100.0)
+def test_spans_of_samples_are_given_out_if_they_were_kept_and_others_always(monkeypatch: pytest.MonkeyPatch):
+    clocks = SimpleNamespace(perf_counter=ticking(1.0), time=lambda: 100.0)
+    monkeypatch.setattr(spans_module, "time", clocks)
+    recorder = SpanRecorder()
     recorder.add("generate", "vllm-0", 5.0, 2.0, id="a", tokens=3)
     recorder.add("reward", "rewards", 3.0, 1.0, id="a")
     recorder.add("generate", "vllm-0", 5.0, 2.0, id="b")
@@ -58,7 +60,7 @@ def test_spans_of_samples_are_given_out_if_they_were_kept_and_others_always():
 def test_what_is_held_is_bounded(monkeypatch):
     monkeypatch.setattr(spans_module, "HELD_IDS", 10)
     monkeypatch.setattr(spans_module, "HELD_SPANS", 5)
-    recorder = SpanRecorder(time_unix=lambda: 0.0)
+    recorder = SpanRecorder()
     for number in range(100):
         recorder.add("generate", "local", 0.0, 0.0, id=f"s{number}")
         recorder.add("checkpoint", "trainer", 0.0, 0.0)
@@ -71,13 +73,14 @@ def test_what_is_held_is_bounded(monkeypatch):
 
 
 async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_tokens(
-    autojump_clock,
+    autojump_clock, monkeypatch
 ):
     """Two engines of 2 s and 3 s a request; a generate function of one's own that asks twice; a reward of 1
     s.
     """
-    began = trio.current_time()
-    recorder = SpanRecorder(clock=trio.current_time, time_unix=trio.current_time)
+    clocks = SimpleNamespace(perf_counter=trio.current_time, time=trio.current_time)
+    monkeypatch.setattr(spans_module, "time", clocks)
+    began, recorder = trio.current_time(), SpanRecorder()
 
     async def ask_twice(sample, engine, sampling):
         await chat_generate(sample, engine, sampling)

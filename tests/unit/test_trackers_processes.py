@@ -14,6 +14,7 @@ import pytest
 import trio
 
 from rollouts.run_dir import RunDir
+from rollouts.trackers import launch
 from rollouts.trackers.follower import position_path, read_position
 from rollouts.trackers.launch import open_trackers
 from tests.support.processes import find_processes, wait_until
@@ -51,13 +52,15 @@ hang
 kill 2
 middle 2
 """)
-def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root, tmp_path, fault):
+def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root, tmp_path, monkeypatch, fault):
     command, faults = write_follower(tmp_path)
+    monkeypatch.setattr(launch, "FOLLOWER", command)
+    monkeypatch.setattr(launch, "END_S", 0.3)
     faults.write_text(fault)
     took_s = []
 
     async def run():
-        async with open_trackers(RunDir(root), NAMES, say=lambda text: None, end_s=0.3, command=command):
+        async with open_trackers(RunDir(root), NAMES, say=lambda text: None):
             await wait_until(lambda: position_path(root, "tensorboard").exists())
             for step in range(1, 21):
                 began = time.perf_counter()
@@ -76,9 +79,12 @@ def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root, tmp_path
 
 
 @pytest.mark.parametrize("command", [["/nowhere/python"], [sys.executable, "-c", "raise SystemExit(7)"]])
-async def test_a_follower_that_cannot_start_or_ends_at_once_is_said_and_no_more(root, command: list[str]):
+async def test_a_follower_that_cannot_start_or_ends_at_once_is_said_and_no_more(
+    root, monkeypatch, command: list[str]
+):
+    monkeypatch.setattr(launch, "FOLLOWER", command)
     said = []
-    async with open_trackers(RunDir(root), NAMES, say=said.append, command=command):
+    async with open_trackers(RunDir(root), NAMES, say=said.append):
         append(root, make_row(1))
         await wait_until(lambda: bool(said))
     assert "the follower of output.trackers" in said[0]
@@ -91,9 +97,10 @@ def test_a_killed_run_leaves_no_follower_but_all_rows_sent(root, tmp_path):
 import os, signal, trio
 from pathlib import Path
 from rollouts.run_dir import RunDir
-from rollouts.trackers.launch import open_trackers
+from rollouts.trackers import launch
+launch.FOLLOWER = {command!r}
 async def run():
-    async with open_trackers(RunDir(Path({str(root)!r})), {NAMES!r}, say=print, command={command!r}):
+    async with launch.open_trackers(RunDir(Path({str(root)!r})), {NAMES!r}, say=print):
         while not Path({str(position_path(root, "tensorboard"))!r}).exists():
             await trio.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -8,7 +8,6 @@ a number of bytes, with the values of their tokens.
 import base64
 import hashlib
 import html
-import json
 import math
 import re
 import time
@@ -34,6 +33,7 @@ from rollouts.inspect.record import (
 from rollouts.inspect.tokens import find_tokenizer, find_updates, read_tokens
 from rollouts.inspect.turns import list_turns
 from rollouts.run_dir import RunDir, describe_activity, find_activity, replace_file
+from rollouts.types import encode_json
 
 # --- samples ------------------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ def gather_samples(record: Record, limit_bytes: int, examples: Sequence[int]) ->
                 sample["arrays"] = {name: round_numbers(array[cut]) for name, array in values.items()}
                 sample["arrays"] |= {"pieces": pieces[cut], "cut": len(pieces[SAMPLE_TOKENS:])}
                 for_tokens -= TOKEN_BYTES * len(pieces[cut])
-        text = encode_json(shorten(sample))
+        text = encode_for_script(shorten(sample))
         limit_bytes -= len(text.encode(errors="replace")) + 1
         if limit_bytes < 0:
             break
@@ -118,9 +118,9 @@ def shorten(value: Any) -> Any:
     return [shorten(inner) for inner in value] if isinstance(value, list) else value
 
 
-def encode_json(value: Any) -> str:
+def encode_for_script(value: Any) -> str:
     """JSON that may stand inside a script element: without `<` and JavaScript's other line ends."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = encode_json(value)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
@@ -140,14 +140,17 @@ MESSAGES = 100  # distinct ones that are listed
 NEWEST_LINES, LINE_CHARS = 2000, 500  # of updates.log that are shown
 BYTES = """, 400 + least(coalesce(strlen(prompt), 0) + coalesce(strlen(response), 0), 40000)
     + coalesce(strlen(metadata), 0) + coalesce(strlen(messages), 0) AS bytes"""
-# `placed`: the rows of metrics, consecutive ones of a stage in a bucket; a stage has at most {points} buckets
+# `placed`: the rows of metrics, consecutive ones of a stage in a bucket; a stage has at most {most} buckets,
+# fewer where three numbers of each metric and bucket would be more than {values}
 PLACED = """
     CREATE MACRO rounded(x) AS if(isfinite(x), format('{{:.5g}}', x)::DOUBLE, NULL);
     CREATE TABLE placed AS
     SELECT metrics_held.*, NULL::DOUBLE AS "no metric",
         lag(metrics_held.attempt) OVER steps < metrics_held.attempt AS resumed,
-        (row_number() OVER steps - 1) // ceil(rows / {points})::INT AS bucket
-    FROM metrics_held JOIN stages USING (stage) WINDOW steps AS (PARTITION BY stage ORDER BY step)"""
+        (row_number() OVER steps - 1) // ceil(rows / points)::INT AS bucket
+    FROM metrics_held JOIN stages USING (stage), (
+        SELECT greatest(100, least({most}, {values} // (3 * greatest(1, count(DISTINCT name))))) AS points
+        FROM totals) WINDOW steps AS (PARTITION BY stage ORDER BY step)"""
 AXES = """
     SELECT stage, list(step ORDER BY bucket) AS step, list(seconds ORDER BY bucket) AS time,
         coalesce(list(bucket ORDER BY bucket) FILTER (resumed), []) AS resumed
@@ -230,9 +233,7 @@ def gather_run(record: Record, name: str = "", *, share: float = 1.0) -> tuple[d
     The record must have its points.
     """
     load_facts(record, BYTES)
-    (most,) = record.rows("SELECT greatest(1, count(DISTINCT name)) AS names FROM totals")
-    points = max(100, min(POINTS, int(share * CURVE_VALUES) // (3 * most["names"])))
-    record.connection.execute(PLACED.format(points=points))
+    record.connection.execute(PLACED.format(most=POINTS, values=int(share * CURVE_VALUES)))
     tables = {table: record.rows(sql) for table, sql in TABLES.items()}
     activity = find_activity(record.run_dir)
     samples = gather_samples(record, int(share * SAMPLE_BYTES), [row["place"] for row in tables["messages"]])
@@ -309,7 +310,7 @@ def make_page(runs: Sequence[tuple[dict[str, Any], list[str]]]) -> str:
         "title": html.escape(" · ".join(run["name"] for run in facts)),
         "style": style,
         "script": script,
-        "data": encode_json(report),
+        "data": encode_for_script(report),
         "samples": f"[{','.join('[' + ','.join(texts) + ']' for _, texts in runs)}]",
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], frame)
