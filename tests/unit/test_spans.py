@@ -36,7 +36,7 @@ def test_the_phases_of_a_step_are_spans_of_the_trainer(monkeypatch):
     assert timer.metrics() == {"time/generate": 1.0, "time/train": 2.0, "time/step": 7.0}
 
 
-def test_spans_of_samples_are_given_out_if_they_were_kept_and_others_always(monkeypatch: pytest.MonkeyPatch):
+def test_spans_of_samples_are_given_out_if_they_were_kept_and_others_always(monkeypatch):
     clocks = SimpleNamespace(perf_counter=ticking(1.0), time=lambda: 100.0)
     monkeypatch.setattr(spans_module, "time", clocks)
     recorder = SpanRecorder()
