@@ -354,8 +354,7 @@ class EngineFeatures:
     log_probs: bool = True  # of the distribution sampled from; without them nothing can train
     checksum: bool = False  # checksum() says what the weights are; not while they are an adapter's
     partial_checksum: bool = False  # it is of some of them only
-    adapters: bool = False  # whether it serves LoRA adapters: PEFT directories as weights of a version
-    max_adapter_rank: int = 0  # the greatest rank of one; 0: it serves none
+    max_adapter_rank: int = 0  # of LoRA adapters: PEFT directories as weights of a version; 0: it serves none
     frees_memory: bool = True  # release_memory() gives memory back
     gaps: tuple[str, ...] = ()  # a sentence for each thing that it cannot do
 

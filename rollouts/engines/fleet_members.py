@@ -438,7 +438,7 @@ def unite_features(members: Iterable[FleetMember]) -> EngineFeatures:
                 f" {first.vocab_size}, and shares_weights={features.shares_weights}; the engines of a"
                 " fleet serve one model, and none generates with the trainer's own parameters"
             )
-    shared = "update_from_checkpoint keep_pause deterministic seeds version_spans log_probs adapters"
+    shared = "update_from_checkpoint keep_pause deterministic seeds version_spans log_probs"
     return replace(
         first,
         **{name: all(getattr(features, name) for features in each) for name in shared.split()},

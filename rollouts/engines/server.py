@@ -297,7 +297,7 @@ class ServerEngine:
             self._refuse_update()
         path, dialect = path.absolute(), self.dialect
         adapted = is_adapter(path)
-        if adapted and not self.features.adapters:
+        if adapted and not self.features.max_adapter_rank:
             gaps = " ".join(gap for gap in self.features.gaps if "adapter" in gap)
             raise EngineError(f"{self.features.name} cannot load the adapter {path}. {gaps}")
         if adapted or dialect.adapter is not None:

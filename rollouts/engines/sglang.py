@@ -384,7 +384,7 @@ def _describe_features(name: str, info: ServerInfo, vocab_size: int, context_len
         "A request with stop tokens ends at the model's own end-of-text tokens as well.": True,
         "A request's seed is ignored: the server was started without --enable-deterministic-inference,"
         " which not all backends have.": not seeds,
-        "Memory is not given back: the server was started without --enable-memory-saver.": (not frees_memory),
+        "Memory is not given back: the server was started without --enable-memory-saver.": not frees_memory,
         "It serves no adapters: they take --enable-lora, --max-lora-rank and --lora-target-modules.": (
             not adapter_rank
         ),
@@ -396,7 +396,6 @@ def _describe_features(name: str, info: ServerInfo, vocab_size: int, context_len
         name=name,
         seeds=seeds,
         checksum=True,
-        adapters=adapter_rank > 0,
         max_adapter_rank=adapter_rank,
         frees_memory=frees_memory,
         gaps=list_true(gaps),

@@ -315,13 +315,14 @@ def open_vllm_engine(
         # have: the first such request with a seed would end the server.
         seeds = not on_cpu or not config.scheduler_config.get("enable_chunked_prefill", True)
         frees_memory = model.enable_sleep_mode and not on_cpu
-        adapters = lora is not None and info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") is True
+        updates = info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") is True
+        adapter_rank = lora.max_lora_rank if lora and updates else 0
         gaps = {
             "memory is not given back: that takes a GPU and --enable-sleep-mode": not frees_memory,
             "no seeds: on a CPU they end the server where prompts are computed in parts; start it with"
             " --no-enable-chunked-prefill": not seeds,
             "the checksum lacks parameters that a CPU keeps packed: prove an update by log-probs too": on_cpu,
-            "no adapters: they take --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1": not adapters,
+            "no adapters: they take --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1": not adapter_rank,
         }
         features = EngineFeatures(
             vocab_size=vocab_size,
@@ -330,8 +331,7 @@ def open_vllm_engine(
             seeds=seeds,
             checksum=True,
             partial_checksum=on_cpu,
-            adapters=adapters,
-            max_adapter_rank=lora.max_lora_rank if lora and adapters else 0,
+            max_adapter_rank=adapter_rank,
             frees_memory=frees_memory,
             gaps=list_true(gaps),
         )

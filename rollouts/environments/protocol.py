@@ -5,14 +5,14 @@ reset() ──► messages ──► the model's Turn ──► step(turn) ─�
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple, Protocol
 
 from rollouts.protocols import RewardValue
-from rollouts.types import ChatMessage, JSONValue, RewardResult
+from rollouts.types import ChatMessage, JSONValue, RewardResult, record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Turn:
     """What the model did in one turn."""
 
@@ -22,7 +22,7 @@ class Turn:
     unreadable: str = ""  # why its tool calls could not be read; the content is then the whole text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Observation:
     """What an environment answers to a turn."""
 

@@ -12,7 +12,7 @@ import functools
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from rollouts.rewards.call import call_filter, call_group_reward, call_ranker, c
 from rollouts.rewards.check import apply_reward, function_name, is_async
 from rollouts.rewards.combine import apply_weights, check_weights
 from rollouts.rewards.workers import name_function, open_workers
-from rollouts.types import ChatMessage, RewardResult, Sample, SampleGroup, Status
+from rollouts.types import ChatMessage, RewardResult, Sample, SampleGroup, Status, record
 
 SETTINGS = {  # that name functions: field of Functions → key, which ends with the role
     "generate": "rl.rollout.generate",
@@ -55,7 +55,7 @@ WORLDS = 64  # sync environments open at once, each in a process; sync tool call
 WRONG_ANSWER = "(a made-up response)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Functions:
     """What the config names; None where it names nothing."""
 

@@ -376,9 +376,12 @@ async def open_synced_fleet(
         open_transport as transport,
         open_plain_nursery() as nursery,
     ):
-        merge = lora is not None and not fleet.features.adapters
+        merge = lora is not None and fleet.features.max_adapter_rank < lora[0]
         if merge:
-            warn("the engines serve no LoRA adapters, so whole weights are sent, with the adapter merged")
+            warn(
+                f"the engines serve no LoRA adapters of rank {lora[0]}, so whole weights are sent, with the"
+                " adapter merged"
+            )
         stored = None if dtype == "float32" else dtype
         keeper = DiskSnapshots(snapshot_dir, dtype=stored, model_dir=model_path, merge=merge, warn=warn)
         sync = WeightSync(

@@ -56,13 +56,6 @@ def test_a_job_is_shorter_while_others_wait_and_makes_a_step_in_any_case(
     assert batch.totals["decode_steps"] == steps
 
 
-async def test_on_a_cpu_an_idle_engine_holds_no_keys_and_values():
-    async with open_engine(make_model()) as engine:
-        await generate_all(engine, make_requests(3))
-        assert isinstance(engine._batch.decoder, decoder.FastDecoder)
-        assert sum(buffers.numel() for buffers in engine._batch.decoder._kv) == 0
-
-
 async def test_work_of_others_runs_between_the_steps_of_a_long_generation():
     """Each of them waits for a few steps at most, and the generation goes on between them."""
     async with open_engine(max_rows=2) as engine, trio.open_nursery() as nursery:

@@ -121,8 +121,6 @@ class DecodeBatch:
                 self.step(version)
                 steps += 1
                 ended = self.take_ended()
-        if not self.rows and self._whole.device.type == "cpu":  # for a trainer, whose turn it is now
-            self.decoder.drop()
         return ended
 
     def reset(self) -> None:
