@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -148,7 +147,8 @@ class ShardWriter:
         for name, tensor in self.names.translate(bucket):
             dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
             own, shard = tensor.detach().to(device="cpu", dtype=dtype), self._open.get(dtype)
-            if shard and (shard.nbytes + own.nbytes > self.shard_bytes or not shard.has_room(name)):
+            full = shard and (shard.nbytes + own.nbytes > self.shard_bytes or not shard.has_room(name))
+            if full and not self.names.one_file:
                 self._finish(dtype)
             if dtype not in self._open:
                 path = self.folder / name_shard(self.prefix, len(self.shards) + len(self._open) + 1)
@@ -216,13 +216,7 @@ def open_part(path: Path, names: FileNames, rank: int) -> ShardWriter:
 
     Its files are synced where rank 0 will not do it: another machine's memory may hold the bytes back.
     """
-    return ShardWriter(
-        path,
-        names,
-        shard_bytes=names.shard_bytes,
-        prefix=f"{PART}{rank}",
-        on_shard=fsync_path if rank else lambda _: None,
-    )
+    return ShardWriter(path, names, prefix=f"{PART}{rank}", on_shard=fsync_path if rank else lambda _: None)
 
 
 def name_parts(path: Path, counts: Sequence[int]) -> None:
@@ -259,7 +253,7 @@ class FileNames:
 
     def __init__(self, trained: PreTrainedModel | Adapter | None) -> None:
         self._model = model = None if isinstance(trained, Adapter) else trained
-        self.shard_bytes, self.header_bytes = SHARD_BYTES, HEADER_BYTES
+        self.header_bytes, self.one_file = HEADER_BYTES, isinstance(trained, Adapter)
         # by each name of the model, parameters and buffers: those that files join with it
         self.units: dict[str, tuple[str, ...]] = {}
         self._held: dict[str, Tensor] = {}
@@ -273,9 +267,9 @@ class FileNames:
             self._in_files |= {name: name for name, _ in self._buffers}
             for unit in find_units(model, self._in_files):
                 self.units |= dict.fromkeys(unit, unit)
-        elif isinstance(trained, Adapter):  # one file, whatever it takes
+        elif isinstance(trained, Adapter):
             self.units = {name: (name,) for name in trained.weights}
-            self.shard_bytes, self.header_bytes = sys.maxsize, HEADER_BYTES + NAME_BYTES * len(self.units)
+            self.header_bytes += NAME_BYTES * len(self.units)
         self._to_come = set(self.units)
 
     def translate(self, bucket: Bucket) -> Bucket:

@@ -15,7 +15,6 @@ import hashlib
 import json
 import re
 import shutil
-import sys
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -259,7 +258,6 @@ async def export_snapshot(
             source = await hold_merged(source, trained, temporary / "adapter")
             trained = source.trained
         names = await run_in_thread(FileNames, trained)
-        shard_bytes = sys.maxsize if isinstance(trained, Adapter) else shard_bytes  # one file
         shards = await _stream_shards(source, temporary, names, dtype, shard_bytes)
         if not shards:
             raise SnapshotError(f"snapshot {path} would hold no weights: the backend streamed none")
