@@ -164,9 +164,7 @@ def run(ranks: int, model: Path, folder: Path) -> list[dict[str, int]]:
     from rollouts.ranks.launch import torchrun_command
 
     folder.mkdir()
-    command = torchrun_command(
-        ranks, ["-m", "benchmarks.ranks", "--rank-of", str(model), str(folder)], max_restarts=0
-    )
+    command = torchrun_command(ranks, ["-m", "benchmarks.ranks", "--rank-of", str(model), str(folder)])
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -95,20 +95,19 @@ async def serve_rank(opened: OpenRanks, config: RunConfig) -> None:
         find_path=partial(
             find_directory,
             base_model=begin["model_path"],
-            name=config.model.name,
-            find_model=partial(resolve_model, seed=config.seed),
+            find_model=partial(resolve_model, config.model.name, seed=config.seed),
         ),
     )
 
 
-def find_directory(wanted: str, *, base_model: str, name: str, find_model: FindPath) -> Path:
-    """The directory `wanted` as this machine has it; `base_model` is rank 0's for the config's `name`, which
-    has its own place everywhere.
+def find_directory(wanted: str, *, base_model: str, find_model: Callable[[], Path]) -> Path:
+    """The directory `wanted` as this machine has it; `base_model` is rank 0's, which may have another place
+    here.
     """
     if Path(wanted).is_dir():
         return Path(wanted)
     if wanted == base_model:
-        return find_model(name)
+        return find_model()
     raise RunDirError(
         f"{wanted} is not to be seen on {socket.gethostname()}; put output.dir on a filesystem that all"
         " machines of the run share"

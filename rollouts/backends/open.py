@@ -119,7 +119,6 @@ async def open_trainer_thread(
     if device_thread is not None:
         options |= {"threads": None, "seed": None}
     device_thread = beside.device_thread if beside else device_thread
-    scalar = options.get("head") == "scalar"
     number = 0 if device_thread is None else next(NUMBERS)
 
     def open_part() -> Trainer:
@@ -156,7 +155,7 @@ async def open_trainer_thread(
             with trio.CancelScope(shield=True):  # else the others would open a backend that nobody has
                 await opening
             trainer = await opening
-            if scalar and trainer.adapter is None:
+            if options.get("head") == "scalar" and trainer.adapter is None:
                 set_padding_token(trainer.model, own.get("tokenizer"))
             yield OpenTrainer(trainer, thread, number, own)
     finally:
@@ -165,11 +164,10 @@ async def open_trainer_thread(
 
 def divide_settings(settings: OpenSettings, ranks: Ranks) -> tuple[Any, Any]:
     """(BackendSettings, TrainerOptions). Raises ConfigError for settings that do not go together."""
-    names = BackendSettings.__annotations__
-    own: Any = {name: value for name, value in settings.items() if name in names}
-    options: Any = {name: value for name, value in settings.items() if name not in names}
+    options: Any = dict(settings)
+    own: Any = {name: options.pop(name) for name in BackendSettings.__annotations__ if name in options}
     # rank 0 chooses the precision: machines may be unlike
-    dtype = choose_autocast_dtype(options.get("autocast", "auto"), str(ranks.device))
+    dtype = choose_autocast_dtype(options.get("autocast", "auto"), ranks.device)
     options["autocast"] = "bfloat16" if dtype else "off"
     if options.get("head") == "scalar" and own.get("skip_zero_advantage"):
         raise ConfigError(
@@ -261,7 +259,7 @@ def open_trainer(
         ranks,
         plan,
         check_open=check_open,
-        autocast_dtype=choose_autocast_dtype(options.get("autocast", "auto"), str(ranks.device)),
+        autocast_dtype=choose_autocast_dtype(options.get("autocast", "auto"), ranks.device),
         reduce_each=bool(options.get("reduce_each_micro_batch") or options.get("cpu_offload")),
     )
     if options.get("lora"):
@@ -355,13 +353,13 @@ def check_same(ranks: Ranks, values: Mapping[str, str], way_out: str) -> None:
         raise AgreedFailure(ModelError(f"the model's {difference}; {way_out}"))
 
 
-def choose_autocast_dtype(autocast: Autocast, device: str) -> torch.dtype | None:
+def choose_autocast_dtype(autocast: Autocast, device: torch.device) -> torch.dtype | None:
     """bfloat16 or None for float32. auto: bfloat16 on a GPU that has it and on a CPU that multiplies it
     natively; elsewhere it is slower.
     """
     if autocast != "auto":
         native = autocast == "bfloat16"
-    elif torch.device(device).type == "cuda":
+    elif device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         flags = read_text(Path("/proc/cpuinfo"))

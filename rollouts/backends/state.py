@@ -52,11 +52,11 @@ def check_weights(trained: PreTrainedModel | Adapter, weights: Mapping[str, Tens
     """Raises BackendError naming the weights that are missing, unknown or of another shape. A tied weight may
     come under each of its names.
     """
-    parameters, known = list_trained(trained), set[str]()
+    known = parameters = list_trained(trained)
     if not isinstance(trained, Adapter):
-        known = {name for name, _ in trained.named_parameters(remove_duplicate=False)}
+        known = dict(trained.named_parameters(remove_duplicate=False))
     wrong = [f"{name} is missing" for name in parameters if name not in weights]
-    wrong += [f"{name} is not the model's" for name in weights if name not in {*known, *parameters}]
+    wrong += [f"{name} is not the model's" for name in weights if name not in known]
     wrong += [
         f"{name} has the shape {tuple(weights[name].shape)}, not {tuple(parameter.shape)}"
         for name, parameter in parameters.items()
@@ -80,7 +80,7 @@ def gather_bucket(ranks: Ranks, bucket: Bucket, *, to: int = 0) -> Bucket | None
 
     Every shard is padded to the first one's rows. Ranks of another replica than that of `to` give nothing.
     """
-    if ranks.mesh is None or not isinstance(bucket[0][1], DTensor):  # every rank has all of it
+    if not isinstance(bucket[0][1], DTensor):  # every rank has all of it
         return [(name, parameter.detach()) for name, parameter in bucket] if ranks.rank == to else None
     if ranks.rank // ranks.num_shards != to // ranks.num_shards:
         return None
@@ -243,9 +243,9 @@ def read_state(checkpoint: Path, trained: PreTrainedModel | Adapter, ranks: Rank
     position = read_position(folder / BACKEND_FILE)
     random_states = read_random_states(files, ranks.rank, ranks.device)
     parameters = list_trained(trained)
-    keys = {key for file in files for key in file.shapes if not key.startswith("rng/")}
+    names = {key.partition("/")[2] for file in files for key in file.shapes if not key.startswith("rng/")}
     states: dict[Tensor, dict[str, Tensor]] = {}
-    for name in sorted({key.partition("/")[2] for key in keys}):
+    for name in sorted(names):
         if name not in parameters:
             raise CheckpointError(
                 f"{folder} has moments of {name!r}, which the model does not have; it is another model's"

@@ -104,22 +104,18 @@ def write_description(
     """All of a model directory but its weights: config.json, saying class and dtype as saved models do,
     generation_config.json of a model that generates, and the tokenizer; or of an adapter's.
     """
-    if isinstance(trained, Adapter):
-        write_adapter_config(trained, path)
-        if tokenizer is not None:
-            with quiet_transformers():
-                tokenizer.save_pretrained(path)
-        return
-    model = trained
-    config = copy.deepcopy(model.config)
-    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
     with quiet_transformers():
-        config.save_pretrained(path)
-        if model.can_generate() and model.generation_config is not None:
-            model.generation_config.save_pretrained(path)
         if tokenizer is not None:
             tokenizer.save_pretrained(path)
+        if isinstance(trained, Adapter):
+            write_adapter_config(trained, path)
+            return
+        config = copy.deepcopy(trained.config)
+        config.dtype = str(dtype or trained.dtype).removeprefix("torch.")
+        config.architectures = [type(trained).__name__.removeprefix("FSDP")]
+        config.save_pretrained(path)
+        if trained.can_generate() and trained.generation_config is not None:
+            trained.generation_config.save_pretrained(path)
 
 
 # --- shards -------------------------------------------------------------------------------------------------
@@ -145,7 +141,7 @@ class ShardWriter:
     def take(self, bucket: Bucket) -> None:
         """Writes the bucket. Raises OSError, ModelError."""
         for name, tensor in self.names.translate(bucket):
-            dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+            dtype = self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype
             own, shard = tensor.detach().to(device="cpu", dtype=dtype), self._open.get(dtype)
             full = shard and (shard.nbytes + own.nbytes > self.shard_bytes or not shard.has_room(name))
             if full and not self.names.one_file:
@@ -194,11 +190,7 @@ def deal_weights(trained: PreTrainedModel | Adapter, rank: int, ranks: int) -> D
     ModelError.
     """
     names, parameters = FileNames(trained), list_trained(trained)
-    if isinstance(trained, Adapter):
-        held = [list(parameters.items()), *([] for _ in range(ranks - 1))]
-        names.expect_only(parameters if rank == 0 else ())
-        return Deal(held, names, sum(one.nbytes for one in parameters.values()) if rank == 0 else 0)
-    weights, _ = list_weights(trained)
+    weights = parameters if isinstance(trained, Adapter) else list_weights(trained)[0]
     sizes = {unit: sum(weights[name].nbytes for name in unit) for unit in names.units.values()}
     mine: list[list[str]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -268,7 +260,7 @@ class FileNames:
             for unit in find_units(model, self._in_files):
                 self.units |= dict.fromkeys(unit, unit)
         elif isinstance(trained, Adapter):
-            self.units = {name: (name,) for name in trained.weights}
+            self.units = dict.fromkeys(trained.weights, tuple(trained.weights))  # one file
             self.header_bytes += NAME_BYTES * len(self.units)
         self._to_come = set(self.units)
 

@@ -103,7 +103,7 @@ def load_hf_model(
                 weight.data = weight.data.float()
     load_sharded_weights(model, base, new_head=True)
     if base != path:
-        apply_adapter(model, path, base)
+        apply_adapter(model, path)
     return model
 
 
@@ -147,7 +147,7 @@ def load_tokenizer(path: Path, *, chat_template: Path | None = None) -> PreTrain
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or str(tokenizer.convert_ids_to_tokens(stop_ids[0]))
     if (path / "config.json").is_file():
-        check_tokenizer_fits(tokenizer, read_text_config(path), str(path))
+        check_tokenizer_fits(tokenizer, read_text_config(path)["vocab_size"], str(path))
     return tokenizer
 
 

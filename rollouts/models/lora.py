@@ -93,11 +93,11 @@ class Adapter:
     @property
     def target_modules(self) -> list[str]:
         """The linear layers, by the ends of their names where these mean no others."""
-        ends = {name.rpartition(".")[2] for name in self.pairs}
         linears = {name for name, place in self.of.places.items() if place.experts is None}
-        meant = {name for name in linears if name.rpartition(".")[2] in ends}
         own = linears & self.pairs.keys()
-        return sorted({name.rpartition(".")[2] for name in own} if meant == own else own)
+        ends = {name.rpartition(".")[2] for name in own}
+        meant = {name for name in linears if name.rpartition(".")[2] in ends}
+        return sorted(ends if meant == own else own)
 
     def compute_delta(self, name: str) -> Tensor:
         """What is added to the weight of a place, laid out as it is."""
@@ -147,14 +147,14 @@ def prepare_places(model: PreTrainedModel, base: Path) -> None:
     setattr(model, ADAPTERS, Adapters(base, compute_model_digests(base), model.config, places))
 
 
-def has_places(model: nn.Module) -> bool:
-    """Whether the model may have adapters."""
-    return hasattr(model, ADAPTERS)
+def find_adapters(model: nn.Module) -> Adapters | None:
+    """What the model knows of adapters; None: it may not have any."""
+    return getattr(model, ADAPTERS, None)
 
 
 def check_places(adapter: Adapter, model: nn.Module) -> None:
     """Raises ModelError for an adapter of another model, which would do nothing in this one."""
-    if adapter.of is not getattr(model, ADAPTERS, None):
+    if adapter.of is not find_adapters(model):
         raise ModelError(f"it is an adapter of another model, the one of {adapter.of.base}")
 
 
@@ -184,7 +184,7 @@ def make_adapter(
 
     Each rank of several has all of it. Raises ModelError as choose_places.
     """
-    adapters: Adapters | None = getattr(model, ADAPTERS, None)
+    adapters = find_adapters(model)
     if adapters is None:
         raise ModelError("the model was loaded without room for adapters; open its backend with `lora`")
     generator, dtype, device = torch.Generator().manual_seed(seed), model.dtype, find_device(model)
@@ -252,7 +252,7 @@ def check_reached(adapter: Adapter) -> None:
 @contextmanager
 def use_adapters(model: nn.Module, routes: Routes, *, training: bool = False) -> Iterator[None]:
     """Inside, these adapters of the model are active, and no others; with their dropout, if `training`."""
-    adapters: Adapters | None = getattr(model, ADAPTERS, None)
+    adapters = find_adapters(model)
     if adapters is None:
         yield
         return
@@ -293,7 +293,7 @@ def route_all(adapter: Adapter | None) -> Routes:
 
 def find_scalar_weight(model: nn.Module) -> Tensor:
     """The weight [1, H] of the scalar head that counts: the active adapter's, or the model's own."""
-    adapters: Adapters | None = getattr(model, ADAPTERS, None)
+    adapters = find_adapters(model)
     for adapter, _ in adapters.active if adapters else ():
         if adapter.head is not None:
             return adapter.head
@@ -301,7 +301,7 @@ def find_scalar_weight(model: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
+def merge_adapter(adapter: Adapter) -> None:
     """Adds the adapter to the weights of its model, in place and in their precision."""
     for name in adapter.pairs:
         place = adapter.of.places[name]

@@ -41,19 +41,19 @@ HARMLESS = {
 }  # fmt: skip
 
 
-def write_adapter(adapter: Adapter, path: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """The directory `path`, with `weights` in place of the adapter's own. Not atomic, not synced. Raises
+def write_adapter(adapter: Adapter, path: Path, weights: Mapping[str, Tensor]) -> None:
+    """The directory `path`, with these values of the adapter's weights. Not atomic, not synced. Raises
     OSError.
     """
     write_adapter_config(adapter, path)
-    write_safetensors(path / WEIGHTS_FILE, weights or adapter.weights)
+    write_safetensors(path / WEIGHTS_FILE, weights)
 
 
 def write_adapter_config(adapter: Adapter, path: Path) -> None:
     """All of an adapter's directory but its weights. Raises OSError."""
     path.mkdir(parents=True, exist_ok=True)
     of = adapter.of
-    stacks = sorted(name for name in adapter.pairs if adapter.of.places[name].experts)
+    stacks = sorted(name for name in adapter.pairs if of.places[name].experts)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if adapter.head is None else "SEQ_CLS",
@@ -63,7 +63,7 @@ def write_adapter_config(adapter: Adapter, path: Path) -> None:
         "lora_alpha": adapter.config.alpha,
         "lora_dropout": adapter.config.dropout,
         "bias": "none",
-        "fan_in_fan_out": any(of.places[name].turned for name in adapter.pairs.keys() - {*stacks}),
+        "fan_in_fan_out": any(of.places[name].turned for name in adapter.pairs.keys() - stacks),
         "target_modules": adapter.target_modules,
         "target_parameters": stacks or None,
         "modules_to_save": None if adapter.head is None else [HEAD],
@@ -120,10 +120,10 @@ def load_adapter(adapter: Adapter, path: Path) -> None:
         )
     found, weights = read_adapter_weights(path), adapter.weights
     head = PREFIX + HEAD_WEIGHT
-    if adapter.head is not None and head not in found:  # a new one, as it is
-        found[head] = adapter.head
-    elif adapter.head is None:
+    if adapter.head is None:
         found.pop(head, None)
+    else:
+        found.setdefault(head, adapter.head)  # a new one, as it is
     wrong = sorted(
         name
         for name in {*found, *weights}
@@ -187,14 +187,15 @@ def read_adapter(model: PreTrainedModel, path: Path, *, scalar: bool = False) ->
     return adapter
 
 
-def apply_adapter(model: PreTrainedModel, path: Path, base: Path) -> None:
-    """Adds the adapter in `path`, and its scalar head where both have one, to the weights of its model, which
-    is the one in `base`. Raises ModelError.
+def apply_adapter(model: PreTrainedModel, path: Path) -> None:
+    """Adds the adapter in `path`, and its scalar head where both have one, to the weights of its model.
+    Raises ModelError.
     """
-    prepare_places(model, base)
+    base = read_base(path)
+    prepare_places(model, base.path)
     adapter = read_adapter(model, path, scalar=has_scalar_head(model) and find_head(path) == "scalar")
-    merge_adapter(model, adapter)
+    merge_adapter(adapter)
     if adapter.head is not None:
         with torch.no_grad():
             get_scalar_weight(model).copy_(adapter.head)
-    model.config.update(dict(read_base(path).config))
+    model.config.update(dict(base.config))

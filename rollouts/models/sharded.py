@@ -264,7 +264,7 @@ def plan_weights(
     ]
     problems = {
         "are missing": missing,
-        "are not the model's": foreign + sorted(set(shapes) - set(weights)),
+        "are not the model's": foreign + sorted(shapes.keys() - weights),
         "have another shape": misshapen,
     }
     for what, found in problems.items():

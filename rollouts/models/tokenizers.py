@@ -6,7 +6,6 @@ And a tokenizer that needs no files: one token per byte.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,16 +111,12 @@ def find_turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 # --- vocabularies -------------------------------------------------------------------------------------------
 
 
-def check_tokenizer_fits(
-    tokenizer: PreTrainedTokenizerBase, model_config: Mapping[str, Any], where: str
-) -> None:
-    """Raises ModelError, beginning with `where`, unless every id that the tokenizer can give is one that the
-    model has an embedding for.
-
-    `model_config` is the content of config.json, of its language model. A vocabulary larger than the
-    tokenizer is usual (padded), and fine.
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, size: int, where: str) -> None:
+    """Raises ModelError, beginning with `where`, unless every id that the tokenizer can give is one of the
+    `size` that the model has an embedding for. A vocabulary larger than the tokenizer is usual (padded), and
+    fine.
     """
-    size, vocabulary = model_config["vocab_size"], tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab()
     outside = sorted((token_id, token) for token, token_id in vocabulary.items() if token_id >= size)
     if outside:
         first_id, token = outside[0]

@@ -69,14 +69,13 @@ def _read_number(
     raise ConfigError(f"{name}={text!r} must be a number from {least} to {below - 1}; {way_out}")
 
 
-def torchrun_command(ranks: int, argv: Sequence[str], *, max_restarts: int) -> list[str]:
+def torchrun_command(ranks: int, argv: Sequence[str]) -> list[str]:
     """The command that runs `argv` (a script, or -m and a module, and its arguments) as `ranks` processes of
     this machine.
 
-    When one of them fails, torchrun ends the others (SIGTERM, SIGKILL 30 s later) and starts all again, at
-    most `max_restarts` times.
+    When one of them fails, torchrun ends the others (SIGTERM, SIGKILL 30 s later) and does not start again.
     """
-    options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
+    options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0"]
     return [sys.executable, "-m", "torch.distributed.run", *options, *argv]
 
 
@@ -88,7 +87,7 @@ def choose_relaunch(config: RunConfig, environ: Mapping[str, str], argv: Sequenc
     """
     if config.distributed.ranks == 1 or environ.get("WORLD_SIZE"):
         return None
-    return torchrun_command(config.distributed.ranks, argv, max_restarts=0)
+    return torchrun_command(config.distributed.ranks, argv)
 
 
 def check_ranks(config: RunConfig, launch: Launch, *, dry_run: bool = False) -> None:

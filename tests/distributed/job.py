@@ -28,7 +28,7 @@ def start_ranks(ranks: int, module: str, *arguments: str):
     """Returns when `module`, run by torchrun with `ranks` processes, has ended well."""
     from rollouts.ranks.launch import torchrun_command
 
-    command = torchrun_command(ranks, ["-m", module, *arguments], max_restarts=0)
+    command = torchrun_command(ranks, ["-m", module, *arguments])
     environ = {
         key: value
         for key, value in os.environ.items()

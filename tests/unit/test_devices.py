@@ -66,9 +66,9 @@ def test_equal_bits_on_a_gpu_are_not_promised():
 def test_auto_computes_in_bfloat16_only_on_a_gpu_that_multiplies_it(monkeypatch):
     """One that emulates it is slower than in float32."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert choose_autocast_dtype("auto", "cuda:1") is None
+    assert choose_autocast_dtype("auto", torch.device("cuda:1")) is None
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    assert choose_autocast_dtype("auto", "cuda:1") == torch.bfloat16
+    assert choose_autocast_dtype("auto", torch.device("cuda:1")) == torch.bfloat16
 
 
 # --- ranks --------------------------------------------------------------------------------------------------

@@ -80,8 +80,9 @@ sys.exit(75 if launch.restart == 0 and launch.rank == 1 else 0)
 @pytest.mark.slow
 def test_torchrun_starts_every_rank_with_the_arguments_and_starts_again_after_a_failure(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
-    command = torchrun_command(2, ["-m", "job", "--section.key", "a b"], max_restarts=1)
+    command = torchrun_command(2, ["-m", "job", "--section.key", "a b"])
     assert command[0] == sys.executable
+    command[command.index("--max-restarts=0")] = "--max-restarts=1"
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=120

@@ -91,7 +91,7 @@ def test_logits_gradients_and_names_are_those_of_peft(kind: str, targets: str, t
         assert weight.grad is not None
         assert_near(weight.grad, wanted[name])
     assert all(one.grad is None for one in model.parameters())
-    merge_adapter(model, adapter)
+    merge_adapter(adapter)
     torch.testing.assert_close(run(model), unmerged, rtol=1e-5, atol=1e-4)
 
 

@@ -144,8 +144,8 @@ async def test_bfloat16_autocast_stays_close_to_float32():
             assert all(parameter.grad.dtype == torch.float32 for parameter in backend.model.parameters())
     assert found[0][1] == pytest.approx(found[1][1], abs=0.05)
     assert max(np.abs(one - other).max() for one, other in zip(found[0][0], found[1][0], strict=True)) < 0.3
-    assert choose_autocast_dtype("off", "cpu") is None
-    assert choose_autocast_dtype("bfloat16", "cpu") == torch.bfloat16
+    assert choose_autocast_dtype("off", torch.device("cpu")) is None
+    assert choose_autocast_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
 
 
 async def test_a_tied_weight_may_be_loaded_under_both_names():

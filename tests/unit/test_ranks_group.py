@@ -62,10 +62,7 @@ def test_a_byte_of_the_header_a_sampled_block_or_a_small_file_is_noticed(tmp_pat
 
 def test_a_model_is_taken_where_it_is_or_found_by_its_name_and_a_checkpoint_must_be_seen(tmp_path):
     def find(wanted):
-        names = {"bundled:x": tmp_path / "found"}
-        return find_directory(
-            wanted, base_model="/elsewhere/x", name="bundled:x", find_model=lambda name: names[name]
-        )
+        return find_directory(wanted, base_model="/elsewhere/x", find_model=lambda: tmp_path / "found")
 
     assert find(str(tmp_path)) == tmp_path
     assert find("/elsewhere/x") == tmp_path / "found"

@@ -123,10 +123,10 @@ def test_a_template_that_ends_with_text_or_refuses_names_no_end():
 def test_a_padded_vocabulary_is_fine_and_a_smaller_one_is_not():
     tokenizer = byte_tokenizer()  # 3 special tokens and 256 bytes: ids 0 to 258
     for size in (259, 320):
-        check_tokenizer_fits(tokenizer, {"vocab_size": size}, "model.name")
+        check_tokenizer_fits(tokenizer, size, "model.name")
     wanted = (
         r"model\.name: the tokenizer's ids reach 258, the model's vocabulary has 258 \(0 to 257\); the first"
     )
     with pytest.raises(ModelError, match=wanted) as caught:
-        check_tokenizer_fits(tokenizer, {"vocab_size": 258}, "model.name")
+        check_tokenizer_fits(tokenizer, 258, "model.name")
     assert "'Ń' with id 258" in str(caught.value)  # the last of the byte alphabet

@@ -29,7 +29,7 @@ from rollouts.errors import EngineError, ModelError
 from rollouts.models.decoding.decoder import CachedDecoder, FastDecoder, RecomputeDecoder, WholeModel
 from rollouts.models.draws import DRAW_DTYPE, make_draw, sample_tokens
 from rollouts.models.limits import find_rotary_limit
-from rollouts.models.lora import Adapter, has_places, use_adapters
+from rollouts.models.lora import Adapter, find_adapters, use_adapters
 from rollouts.types import Completion, FinishReason, FloatArray, GenerateRequest, IntArray, SamplingParams
 
 if TYPE_CHECKING:
@@ -374,7 +374,7 @@ def open_decoder(
 
     tolerance, refused = TOLERANCE if whole.is_exact else HALF_TOLERANCE, dict[ForwardPath, str]()
     # of adapters that come and go each set would be a program
-    compiled = compiled and whole.device.type == "cuda" and not has_places(model)
+    compiled = compiled and whole.device.type == "cuda" and find_adapters(model) is None
     for path in PATHS if compiled else PATHS[1:]:
         try:
             decoder = make(path)

@@ -44,9 +44,9 @@ SHORTEST = 64  # positions of a recorded step
 
 # of a body, its layers and their attention
 PARTS = {
-    *("embed_tokens", "layers", "norm", "rotary_emb", "self_attn", "mlp", "input_layernorm"),
-    *("post_attention_layernorm", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
-}
+    "embed_tokens", "layers", "norm", "rotary_emb", "self_attn", "mlp", "input_layernorm",
+    "post_attention_layernorm", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm",
+}  # fmt: skip
 SOFT_CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
