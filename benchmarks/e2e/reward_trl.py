@@ -68,7 +68,7 @@ def make_lora_config(lora: dict[str, Any] | None) -> Any:
         r=int(lora["rank"]),
         lora_alpha=int(lora["alpha"]),
         lora_dropout=0.0,
-        target_modules="all-linear",
+        target_modules=lora["targets"],
         task_type="CAUSAL_LM",
     )
 

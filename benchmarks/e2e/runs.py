@@ -36,7 +36,7 @@ class Setting:
     max_new_tokens: int = 16
     clip_high: float = 0.2  # the lower one is 0.2
     beta2: float = 0.999
-    lora: Mapping[str, float] | None = None  # rank and alpha, of all linear layers; None: the model trains
+    lora: Mapping[str, Any] | None = None  # rank, alpha and targets; None: the model trains
 
     @property
     def rows_per_step(self) -> int:
@@ -198,7 +198,7 @@ beta2 = {setting.beta2}
 
 def make_lora_table(setting: Setting) -> str:
     """[model.lora], or nothing."""
-    lines = [f"{name} = {value}\n" for name, value in (setting.lora or {}).items()]
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in (setting.lora or {}).items()]
     return "".join(["[model.lora]\n", *lines]) if lines else ""
 
 
