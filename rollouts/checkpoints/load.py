@@ -41,17 +41,13 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def compute_manifest(checkpoint: Path, *, stage: str, step: int, config_hash: str | None = None) -> Manifest:
-    """The manifest of the files that lie in `checkpoint` now. Reads every byte: run it in a thread.
+    """The manifest of the files that lie in `checkpoint` now, where none is yet. Reads every byte: run it in
+    a thread.
 
     Raises CheckpointError for a link or anything else that is neither file nor directory: what it leads to
     may change.
     """
-    manifest_path = checkpoint_manifest(checkpoint)
-    paths = sorted(
-        path
-        for path in checkpoint.rglob("*")
-        if path != manifest_path and (path.is_symlink() or not path.is_dir())
-    )
+    paths = sorted(path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir())
     return Manifest(stage, step, config_hash, tuple(record_file(checkpoint, path) for path in paths))
 
 
@@ -191,8 +187,6 @@ def is_complete(path: Path) -> bool:
     """Whether every file that the manifest names is there with its size. Raises CheckpointError where that
     cannot be known.
     """
-    if not os.path.lexists(path):
-        return False
     try:
         check_checkpoint(path, hashes=False)
     except CheckpointDamaged:

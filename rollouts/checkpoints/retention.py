@@ -23,14 +23,14 @@ from rollouts.metrics.jsonl import drop_outdated, has_place, newest_attempts, re
 from rollouts.run_dir import RunDir, checkpoint_manifest, parse_step
 
 
-def apply_retention(stage_dir: Path, keep_last: int, scores: Mapping[int, float] | None = None) -> list[int]:
+def apply_retention(stage_dir: Path, keep_last: int, scores: Mapping[int, float] = {}) -> list[int]:
     """Steps of the complete checkpoints that were removed: all but the `keep_last` newest, 1 or more, and the
     one with the highest score, of equal scores the later. Incomplete ones neither count nor go.
 
     Each is renamed out of sight before a file is deleted: a crash midway leaves no half checkpoint under a
     checkpoint's name.
     """
-    paths, scores = dict(list_checkpoints(stage_dir)), scores or {}
+    paths = dict(list_checkpoints(stage_dir))
     best = max(paths.keys() & scores.keys(), key=lambda step: (scores[step], step), default=None)
     steps = [step for step in [*paths][:-keep_last] if step != best]
     for step in steps:
@@ -41,9 +41,7 @@ def apply_retention(stage_dir: Path, keep_last: int, scores: Mapping[int, float]
     return steps
 
 
-def read_scores(
-    run_dir: RunDir, stage: str, metric: str, report: Report = lambda line: None
-) -> dict[int, float]:
+def read_scores(run_dir: RunDir, stage: str, metric: str, report: Report) -> dict[int, float]:
     """The metric by step, from the newest evaluation of each step of the stage, unless that step was trained
     again since.
 
@@ -81,9 +79,6 @@ def remove_incomplete(stage_dir: Path) -> list[Path]:
 
 
 # --- where a run goes on ------------------------------------------------------------------------------------
-
-
-DAMAGED_PREFIX = "damaged-"
 
 
 def choose_checkpoint(stage_dir: Path, *, config_hash: str | None, report: Report) -> Path | None:
@@ -126,7 +121,7 @@ def choose_checkpoint(stage_dir: Path, *, config_hash: str | None, report: Repor
     for step, path in reversed(list_named(stage_dir)):
         if step <= completed:
             continue
-        aside = path.with_name(f"{DAMAGED_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}")
+        aside = path.with_name(f"damaged-{path.name}-{uuid.uuid4().hex[:8]}")
         path.rename(aside)
         report(
             f"{path} is now called {aside.name}, and training goes on after step {max(completed, 0)}; remove"

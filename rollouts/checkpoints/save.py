@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-import trio
+from trio.to_thread import run_sync as run_in_thread
 
 from rollouts.checkpoints.load import (
     Manifest,
@@ -72,13 +72,13 @@ async def save_checkpoint(
         )
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}")
     try:
-        await trio.to_thread.run_sync(_make_temporary, temporary, expected_bytes)
+        await run_in_thread(_make_temporary, temporary, expected_bytes)
         await write_model(temporary)
         reach("checkpoint.after_model")
         describe = partial(compute_manifest, temporary, stage=stage, step=step, config_hash=config_hash)
-        await trio.to_thread.run_sync(_finish, temporary, path, text, describe)
+        await run_in_thread(_finish, temporary, path, text, describe)
     except Exception as error:
-        await trio.to_thread.run_sync(lambda: shutil.rmtree(temporary, ignore_errors=True))
+        await run_in_thread(lambda: shutil.rmtree(temporary, ignore_errors=True))
         refused = find_os_error(error)
         if refused is None:
             raise

@@ -73,7 +73,7 @@ def retain(run_dir: RunDir, stage: str, keep: Keep, warn: Report) -> None:
     """
     if not keep.last:
         return
-    scores = None
+    scores = {}
     try:
         if keep.best_by:
             scores = read_scores(run_dir, stage, keep.best_by, lambda line: warn(f"warning: {line}"))

@@ -73,18 +73,16 @@ def run_command(*argv: str) -> None:
     # the trial import compiles what servers import, or each of their starts would take minutes
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
     try:
-        subprocess.run(
+        subprocess.check_output(
             argv,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            check=True,
             env=env,
         )
     except subprocess.CalledProcessError as error:
-        said = "\n".join(error.stdout.splitlines()[-SHOWN_LINES:])
+        said = "\n".join(error.output.splitlines()[-SHOWN_LINES:])
         raise EngineSetupError(
             f"`{' '.join(argv)}` failed with exit code {error.returncode}; once its reason is gone, run the"
             f" same again\n{said}"

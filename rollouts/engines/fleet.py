@@ -46,7 +46,7 @@ from rollouts.errors import (
 from rollouts.metrics.spans import Answered, note_answer
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import InferenceEngine, PauseMode
-from rollouts.types import Completion, EngineFeatures, GenerateRequest
+from rollouts.types import Completion, GenerateRequest
 
 WARN_EVERY_S = 30.0
 SERVED = ("healthy", "suspect")
@@ -97,7 +97,6 @@ class Fleet:
     _nursery: trio.Nursery
 
     def __post_init__(self) -> None:
-        self.features: EngineFeatures
         self.published_version = -1
         self._members: dict[str, FleetMember] = {}
         self._calls: dict[str, Call] = {}  # everyone who is in generate(), by request id
@@ -467,7 +466,7 @@ class Fleet:
         for name, member in self._members.items():
             values |= {
                 f"engine/{name}/state": CONDITIONS.index(member.condition),
-                f"engine/{name}/version": -1 if member.version is None else member.version,
+                f"engine/{name}/version": member.version,
                 f"engine/{name}/in_flight": len(member.calls),
                 f"engine/{name}/limit": int(member.limit),
                 f"engine/{name}/failures": member.all_failures,

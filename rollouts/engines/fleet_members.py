@@ -92,7 +92,7 @@ class FleetMember:
     tell: Callable[[FleetMember, EngineCondition], None]  # gets the condition before
     announce: Callable[[InferenceEngine], None]  # gets an engine that needs an update
     condition: EngineCondition = "stale"
-    version: int | None = None  # last committed; None: never
+    version: int = -1  # last committed; −1: never
     updating: bool = False  # between close_admission and the verdict: no new requests, no delivery
     leaving: bool = False
     calls: set[Call] = field(default_factory=set)  # those that have a seat
@@ -163,8 +163,10 @@ class FleetMember:
                 call.stay.cancel()
         if condition == "healthy" and not updating:
             self.healthy_since = now
-            self.in_service_since = now if before == "stale" else self.in_service_since
-            self.due = self.resting_until if self.resting_until > now else math.inf
+            if before == "stale":
+                self.in_service_since = now
+            if self.resting_until > now:
+                self.due = self.resting_until
         self.acting.cancel()
         self.changed.unpark_all()
         self.tell(self, before)
@@ -194,7 +196,7 @@ class FleetMember:
                     await self._hold(call)
                 if call.stay.cancel_called:
                     return None
-                self._check_version(completion)
+                self._accept(completion)
                 return completion
             except RequestRefused:
                 raise
@@ -217,19 +219,16 @@ class FleetMember:
         while self.updating:
             await self.changed.park()
 
-    def _check_version(self, completion: Completion) -> None:
-        """Raises ReplyError if some of its tokens are of weights never committed here."""
-        assert self.version is not None
+    def _accept(self, completion: Completion) -> None:
+        """A good answer. The limit grows by a tenth a round if it was what kept further requests away. Raises
+        ReplyError if some of its tokens are of weights never committed here.
+        """
         for version in {*completion.weight_versions.tolist()}:
             if version > self.version or version < min(0, self.version):
                 raise ReplyError(
                     f"{self.name}, request {completion.request_id!r}: tokens of weight version {version},"
                     f" committed there is {self.version}"
                 )
-        self.answered()
-
-    def answered(self) -> None:
-        """A good answer. The limit grows by a tenth a round if it was what kept further requests away."""
         self.strikes = self.overloads = 0
         if len(self.calls) >= int(self.limit):
             self.limit = min(self.max_concurrency, self.limit + 0.1)
@@ -324,7 +323,7 @@ class FleetMember:
         """Whoever serves an older version is stale from now on; whoever is stale and waits is announced."""
         if self.updating or self.leaving or self.is_down:
             return
-        if self.condition != "stale" and (self.version is None or self.version < version):
+        if self.condition != "stale" and self.version < version:
             self._go_stale(f"it serves version {self.version}, published is {version}")
         elif self.condition == "stale" and self.due == math.inf:
             self.due = trio.current_time()
@@ -337,7 +336,7 @@ class FleetMember:
         with self.scope:
             async with trio.open_nursery() as nursery:
                 if self.member.wait_exited is not None:
-                    nursery.start_soon(self._watch_process, self.member.wait_exited)
+                    nursery.start_soon(self._watch_process)
                 while True:
                     with trio.move_on_at(self.due):
                         await self.changed.park()
@@ -346,7 +345,7 @@ class FleetMember:
 
     async def _act(self) -> None:
         if self.condition == "dead" and self.member.restart is not None:
-            await self._restart(self.member.restart)
+            await self._restart()
         elif self.condition in ("suspect", "dead"):
             with trio.CancelScope() as self.acting:
                 await self._examine()
@@ -380,25 +379,27 @@ class FleetMember:
         elif not self._strike(error):
             self.last_error, self.due = error, self._after(self.strikes)
 
-    async def _restart(self, restart: Callable[[], Awaitable[None]]) -> None:
+    async def _restart(self) -> None:
+        assert self.member.restart is not None
         self.watching.cancel()
         self.tries += 1
         self.restarts += 1
         self._set("restarting")
         try:
-            await restart()
+            await self.member.restart()
         except Exception as error:  # whatever keeps a server from starting is reported, and it is tried again
             self.count(error)
             self._lie_dead(f"{type(error).__name__}: {error}")
         else:
             self._come_back()
 
-    async def _watch_process(self, wait_exited: Callable[[], Awaitable[str]]) -> None:
+    async def _watch_process(self) -> None:
+        assert self.member.wait_exited is not None
         while True:
             while self.is_down:
                 await self.changed.park()
             with trio.CancelScope() as self.watching:
-                self.die(await wait_exited())
+                self.die(await self.member.wait_exited())
 
 
 def back_off_s(count: int, base_s: float, cap_s: float, random_: random.Random) -> float:

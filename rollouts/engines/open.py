@@ -21,14 +21,6 @@ DOWN_LIMIT_S = 900.0  # without any server in service
 SILENCE_S = 120.0  # without an answer and without progress, after which a server is suspected
 
 
-def check_engine_config(config: EngineConfig) -> None:
-    """Raises ConfigError for servers that cannot be started or asked from here: no Python that has them, no
-    key.
-    """
-    if config.kind != "local" and not config.urls:
-        find_server_python(config)
-
-
 def find_server_python(config: EngineConfig) -> Path:
     """The Python that servers are started with. Raises ConfigError, saying how to make one."""
     if config.python:
@@ -64,7 +56,7 @@ async def open_server_fleet(
     log_dir: Path,
     seed: int,
     warn: Callable[[str], None],
-    lora: tuple[int, Sequence[str]] | None = None,
+    lora: tuple[int, Sequence[str]] | None,
 ) -> AsyncIterator[Fleet]:
     """The fleet, every engine of it stale: only a verified weight update puts one into service.
 

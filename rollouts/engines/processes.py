@@ -62,7 +62,6 @@ NOT_INHERITED = re.compile(
     "|PYTHON(PATH|HOME)|VIRTUAL_ENV|VLLM_API_KEY"
 )
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-Flags = dict[str, str | None]  # names and values; None for a switch
 
 
 class EngineCommand(NamedTuple):
@@ -229,12 +228,12 @@ def make_arguments(command: EngineCommand, *, port: int, key_file: Path) -> tupl
     return (str(command.python), "-m", MODULES[command.kind], *words, *command.args)
 
 
-def list_flags(command: EngineCommand, table: Mapping[str, str]) -> Flags:
-    """The flags of the table for this kind of server where it runs."""
-    texts = [table[command.kind]]
+def list_flags(command: EngineCommand, table: Mapping[str, str]) -> dict[str, str | None]:
+    """The flags of the table for this kind of server where it runs: names and values, None for a switch."""
+    text = table[command.kind]
     if not runs_on_gpu(command):
-        texts.append(table[f"{command.kind} cpu"])
-    return dict(split_flags([word.format(model=command.model) for text in texts for word in text.split()]))
+        text += " " + table[f"{command.kind} cpu"]
+    return dict(split_flags([word.format(model=command.model) for word in text.split()]))
 
 
 def list_lora_flags(command: EngineCommand) -> list[list[str]]:

@@ -21,7 +21,7 @@ from rollouts.config.load import load_recorded
 from rollouts.config.schema import PreferenceTrainingConfig, RLTrainingConfig, RunConfig
 from rollouts.config.spelling import did_you_mean
 from rollouts.config.tables import AlertConfig, EngineConfig
-from rollouts.engines.open import check_engine_config, read_api_key
+from rollouts.engines.open import find_server_python, read_api_key
 from rollouts.errors import ConfigError, ModelError
 from rollouts.loops.algorithm import check_algorithms, needs_reference
 from rollouts.metrics.jsonl import iterate_rows
@@ -68,8 +68,8 @@ def prepare_run(config: RunConfig, stages: Sequence[str], run_dir: RunDir, findi
     check_losses(config, stages, findings)
     check_alerts(config.alerts, findings)
     with findings.reporting("engine"):
-        if "rl" in stages:
-            check_engine_config(config.engine)
+        if "rl" in stages and config.engine.kind != "local" and not config.engine.urls:
+            find_server_python(config.engine)
     with findings.reporting("model.name"):
         run.base_model = resolve_model(config.model.name, seed=config.seed)
         findings.note("ok", "model.name", str(run.base_model))

@@ -12,7 +12,6 @@ needs only the standard library and starts in milliseconds. Other systems than L
 the child's process group is killed, and a process that left it is not found.
 """
 
-import contextlib
 import ctypes
 import json
 import math
@@ -23,6 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 CONTROL = 3  # descriptor of the control socket
@@ -101,7 +101,7 @@ def limit_memory(memory_bytes: int) -> None:
     limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("900")
 
 
@@ -140,7 +140,7 @@ def kill_everything(child: int, wake: int) -> None:
     while time.monotonic() < deadline:
         for _ in range(50):  # many looks in a row: such a process lives only as long as a look takes
             for pid in find_children():
-                with contextlib.suppress(ProcessLookupError):
+                with suppress(ProcessLookupError):
                     kill(pid, group=os.getpgid(pid))
             if not reap():
                 break
@@ -154,22 +154,22 @@ def kill_everything(child: int, wake: int) -> None:
 
 def kill(pid: int, *, group: int) -> None:
     """Kills a process and the group that it is in, unless that is ours."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with suppress(ProcessLookupError, PermissionError):
         if group not in (0, 1, os.getpgrp()):
             os.killpg(group, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
 
 
 def find_children() -> set[int]:
     """Ids of this process's children, from /proc; empty where there is none."""
     own = os.getpid()
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return {int(pid) for pid in Path(f"/proc/self/task/{own}/children").read_text().split()}
     found: set[int] = set()
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         for entry in Path("/proc").iterdir():  # a kernel without CONFIG_PROC_CHILDREN
-            with contextlib.suppress(OSError, ValueError, IndexError):
+            with suppress(OSError, ValueError, IndexError):
                 # the name before the state may hold anything, also ')'
                 stat = (entry / "stat").read_text(errors="replace").rpartition(")")[2]
                 if int(stat.split()[1]) == own:
@@ -180,7 +180,7 @@ def find_children() -> set[int]:
 def reap() -> dict[int, int]:
     """Wait statuses of the children that have ended, by id."""
     ended: dict[int, int] = {}
-    with contextlib.suppress(ChildProcessError):
+    with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             ended[found[0]] = found[1]
     return ended
@@ -202,14 +202,14 @@ def open_wake_pipe() -> int:
 
 
 def drain(wake: int) -> bytes:
-    with contextlib.suppress(BlockingIOError):
+    with suppress(BlockingIOError):
         return os.read(wake, 4096)
     return b""
 
 
 def say(message: dict) -> None:
     """Tells the trainer, unless it is gone."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         os.write(CONTROL, json.dumps(message).encode() + b"\n")
 
 

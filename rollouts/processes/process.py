@@ -46,7 +46,8 @@ class Process:
     guard_pid: int
     _control: trio.socket.SocketType
     channel: trio.SocketStream | None  # the other end is the child's stdin
-    _log: tuple[Path, int] | None  # the file, and how long it was before
+    _log: Path | None
+    _log_start: int  # how long the file was before
     _output: int  # the reading end of a pipe; below 0: there is none
     _output_bytes: int
     printed: int = 0  # bytes of output since forget_output
@@ -149,9 +150,8 @@ class Process:
         """The last of what it printed: at most TAIL_BYTES."""
         if self._log is None:
             return self._tail.decode(errors="replace")
-        path, start = self._log
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            file.seek(max(start, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        with suppress(FileNotFoundError), self._log.open("rb") as file:
+            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             return file.read().decode(errors="replace")
         return ""
 
@@ -192,16 +192,15 @@ async def open_process(
                 channel_socket, its_channel = open_socket_pair(ours, theirs)
                 channel, stdin = trio.SocketStream(channel_socket), its_channel.fileno()
             if log is None:
-                log_start, (output, stdout) = None, os.pipe()
+                log_start, (output, stdout) = 0, os.pipe()
                 os.set_blocking(output, False)
                 ours.callback(os.close, output)
                 ours.callback(trio.lowlevel.notify_closing, output)
             else:
-                output, (stdout, start) = -1, open_log(log, f"{headline}: {shlex.join(words)}")
-                log_start = (log, start)
+                output, (stdout, log_start) = -1, open_log(log, f"{headline}: {shlex.join(words)}")
             theirs.callback(os.close, stdout)
             guard_pid = start_guard(settings, env, [stdin, stdout, stdout, its_control.fileno()])
-            process = Process(guard_pid, control, channel, log_start, output, output_bytes)
+            process = Process(guard_pid, control, channel, log, log_start, output, output_bytes)
         try:
             yield process
         finally:

@@ -16,7 +16,7 @@ pickled handles over HTTP (CUDA IPC) are not offered.
 
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 import torch
@@ -65,17 +65,15 @@ class _Update:
     live: list[Peer]
     version: int
     names: FileNames
-    bucket_bytes: int
-    dtype: torch.dtype | None
-    progress_s: float
-    outcomes: dict[str, Exception | None] = field(default_factory=dict)
+    settings: "Broadcast"
+    errors: dict[str, Exception] = field(default_factory=dict)  # of engines that are out, by name
     token: trio.lowlevel.TrioToken = field(default_factory=trio.lowlevel.current_trio_token)
     nursery: trio.Nursery | None = None  # None: nobody waits for this update any more
     held: FlatBucket | None = None  # the newest bucket, which may turn out to be the last
     failure: Exception | None = None  # of the trainer's half, which fails all engines
 
     async def run(self, backend: TrainingBackend) -> None:
-        """Raises WeightSyncError if the trainer's half fails; what engines do wrong is in `outcomes`."""
+        """Raises WeightSyncError if the trainer's half fails; what engines do wrong is in `errors`."""
         await self._ask_each("joining its process group", lambda peer: peer.begin())
         if not self.live:
             return
@@ -111,14 +109,14 @@ class _Update:
     def _pass_on(self, tensors: Bucket) -> None:
         """Flattens the tensors and sends all buckets but the newest. In a thread."""
         plain = [(name, torch.as_tensor(tensor)) for name, tensor in tensors]
-        for part in split_buckets(plain, self.bucket_bytes):
+        for part in split_buckets(plain, self.settings.bucket_bytes):
             if self.held is not None:
                 sent = threading.Event()
                 trio.from_thread.run_sync(self._start_sending, self.held, sent, trio_token=self.token)
                 sent.wait()
             if not self.live:
                 return
-            self.held = flatten_tensors(part, dtype=self.dtype, device=self.live[0].device)
+            self.held = flatten_tensors(part, dtype=self.settings.dtype, device=self.live[0].device)
 
     def _start_sending(self, bucket: FlatBucket, sent: threading.Event) -> None:
         async def send() -> None:
@@ -141,63 +139,57 @@ class _Update:
         """Awaits `work` of every engine that is still in the update; one that fails, or is late, is out."""
 
         async def ask(peer: Peer) -> None:
-            limit_s = self.progress_s
+            limit_s = self.settings.progress_s
             try:
                 with trio.fail_after(limit_s):
                     await work(peer)
             except trio.TooSlowError as late:
                 silent = EngineSilent(f"{peer.name} was not done with {doing} after {limit_s:g} s")
                 silent.__cause__ = late
-                self.outcomes[peer.name] = silent
+                self.errors[peer.name] = silent
             except (EngineError, RuntimeError) as error:
-                self.outcomes[peer.name] = error
+                self.errors[peer.name] = error
 
         async with trio.open_nursery() as nursery:
             for peer in self.live:
                 nursery.start_soon(ask, peer)
-        self.live = [peer for peer in self.live if self.outcomes[peer.name] is None]
+        self.live = [peer for peer in self.live if peer.name not in self.errors]
 
 
+@dataclass(eq=False)
 class Broadcast:
     """A Transport with the groups that it keeps from one update to the next. Made by open_broadcast."""
 
-    def __init__(
-        self,
-        make_peer: Callable[[InferenceEngine], Peer],
-        *,
-        bucket_bytes: int,
-        dtype: torch.dtype | None = None,
-        progress_s: float,
-    ) -> None:
-        self._make_peer = make_peer
-        self._options = (bucket_bytes, dtype, progress_s)
-        self._peers: dict[InferenceEngine, Peer] = {}  # an engine that was replaced is another
-        self._lock = trio.Lock()
+    make_peer: Callable[[InferenceEngine], Peer]
+    _: KW_ONLY
+    bucket_bytes: int
+    dtype: torch.dtype | None = None
+    progress_s: float
+    # by the engine: one that was replaced is another
+    _peers: dict[InferenceEngine, Peer] = field(default_factory=dict)
 
     async def __call__(
         self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int
-    ) -> Mapping[str, Exception | None]:
-        """By engine name what went wrong, None where nothing did. Engines must be paused. Raises
-        WeightSyncError if the trainer's half fails.
+    ) -> Mapping[str, Exception]:
+        """By engine name what went wrong, where something did. Engines must be paused, and this is called for
+        one update at a time. Raises WeightSyncError if the trainer's half fails.
         """
-        async with self._lock:
-            for engine in engines:
-                if engine not in self._peers:
-                    self._peers[engine] = self._make_peer(engine)
-            update = _Update(
-                [self._peers[engine] for engine in engines],
-                version,
-                await trio.to_thread.run_sync(FileNames, getattr(backend, "model", None)),
-                *self._options,
-            )
-            update.outcomes = dict.fromkeys((peer.name for peer in update.live), None)
-            failed = engines
-            try:
-                await update.run(backend)
-                failed = [one for one in engines if update.outcomes[one.features.name] is not None]
-            finally:
-                await self._forget(failed)
-            return update.outcomes
+        for engine in engines:
+            if engine not in self._peers:
+                self._peers[engine] = self.make_peer(engine)
+        update = _Update(
+            [self._peers[engine] for engine in engines],
+            version,
+            await trio.to_thread.run_sync(FileNames, getattr(backend, "model", None)),
+            self,
+        )
+        failed = engines
+        try:
+            await update.run(backend)
+            failed = [one for one in engines if one.features.name in update.errors]
+        finally:
+            await self._forget(failed)
+        return update.errors
 
     async def _forget(self, engines: Sequence[InferenceEngine]) -> None:
         """Tears down the groups of `engines`, with a deadline of its own."""

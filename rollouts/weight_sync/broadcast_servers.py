@@ -6,6 +6,7 @@ import importlib
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, cast
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed
 import trio
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from trio.to_thread import run_sync as run_in_thread
 
 from rollouts.engines.processes import HOST, find_free_port
 from rollouts.engines.sglang import SGLangServer
@@ -39,7 +41,7 @@ async def run_on(device: torch.device, work: Callable[[], Any]) -> Any:
         with torch.cuda.device(device) if device.type == "cuda" else device:
             return work()
 
-    return await trio.to_thread.run_sync(run, abandon_on_cancel=True)
+    return await run_in_thread(run, abandon_on_cancel=True)
 
 
 async def wait_sent(is_done: Callable[[], bool]) -> None:
@@ -50,80 +52,83 @@ async def wait_sent(is_done: Callable[[], bool]) -> None:
         await trio.sleep(POLL_S)
 
 
+@dataclass(eq=False)
 class SGLangPeer:
     """A Peer of an SGLang server: a torch.distributed group, made without touching the process's default
     group.
     """
 
-    def __init__(self, server: SGLangServer, *, wire: Wire, device: torch.device, progress_s: float) -> None:
-        self.name, self.device = server.name, device
-        self._server = server
-        self._wire: Wire = wire
-        self._timeout = timedelta(seconds=progress_s)
+    server: SGLangServer
+    wire: Wire
+    device: torch.device
+    timeout: timedelta  # of every operation of the group
+    _group: Any = None
+    _has_session: bool = False
+
+    def __post_init__(self) -> None:
+        self.name = self.server.name
         self._group_name = f"rollouts-{uuid.uuid4().hex}"
-        self._group: Any = None
-        self._has_session = False
 
     async def begin(self) -> None:
         if self._group is None:
             await self._join()
-        self._has_session = await self._server.begin_transfer()
+        self._has_session = await self.server.begin_transfer()
 
     async def _join(self) -> None:
-        name, info = self._group_name, self._server.info
+        name, info = self._group_name, self.server.info
         if info.dp_size != 1:
             raise EngineError(
                 f"{self.name} has --dp-size {info.dp_size}; weights in memory reach only servers with"
                 " 1, or update from disk"
             )
         size = 1 + info.tp_size * info.pp_size  # the server's processes that hold weights
-        store = host_store(HOST, self._timeout, size)
+        store = host_store(HOST, self.timeout, size)
         meeting = {
             "master_address": HOST,
             "master_port": store.port,
             "group_name": name,
-            "backend": self._wire,
+            "backend": self.wire,
             "rank_offset": 1,
             "world_size": size,
         }
 
         async def meet() -> None:
             self._group = await run_on(
-                self.device, lambda: make_group(store, name, size, self._timeout, wire=self._wire)
+                self.device, lambda: make_group(store, name, size, self.timeout, wire=self.wire)
             )
 
-        await run_all(lambda: self._server.join_group(meeting), meet)
+        await run_all(lambda: self.server.join_group(meeting), meet)
 
     async def send(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
         info = {**bucket.describe(), "group_name": self._group_name}
         await run_all(
-            lambda: self._server.receive_broadcast(info, version=version, last=last),
+            lambda: self.server.receive_broadcast(info, version=version, last=last),
             lambda: self._broadcast(bucket.flat),
         )
 
     async def _broadcast(self, flat: torch.Tensor) -> None:
         options = torch.distributed.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self.timeout
         work = await run_on(self.device, lambda: self._group.broadcast([flat], options))
         await wait_sent(work.is_completed)
-        if self._wire == "gloo":
+        if self.wire == "gloo":
             work.wait()  # raises what went wrong
         elif (failure := work.exception()) is not None:
             raise RuntimeError(f"a broadcast failed: {failure}")
 
     async def end(self, version: int) -> None:
         if self._has_session:
-            await self._server.end_transfer()
+            await self.server.end_transfer()
             self._has_session = False
 
     async def leave(self) -> None:
         groups, self._group = [self._group], None
         if groups[0] is not None:  # its last reference is dropped in the thread, where that waits for gloo
-            await trio.to_thread.run_sync(lambda: groups.pop().abort(), abandon_on_cancel=True)
+            await run_in_thread(lambda: groups.pop().abort(), abandon_on_cancel=True)
         with suppress(EngineError):  # it is gone, or knows nothing of it: both are what was wanted
             await self.end(0)
         with suppress(EngineError):
-            await self._server.leave_group(self._group_name)
+            await self.server.leave_group(self._group_name)
 
 
 def make_group(store: Store, name: str, size: int, timeout: timedelta, *, wire: Wire) -> Any:
@@ -145,23 +150,26 @@ def make_group(store: Store, name: str, size: int, timeout: timedelta, *, wire: 
     return kind(found, 0, size, options)
 
 
+@dataclass(eq=False)
 class VLLMPeer:
     """A Peer of a vLLM server: its weight transfer engine over NCCL. Not run by our tests: needs a GPU on
     both sides.
     """
 
-    def __init__(self, server: VLLMServer, *, device: torch.device) -> None:
-        self.name, self.device = server.name, device
-        self._server = server
-        self._group: Any = None
+    server: VLLMServer
+    device: torch.device
+    _group: Any = None
+
+    def __post_init__(self) -> None:
+        self.name = self.server.name
 
     async def begin(self) -> None:
         if self._group is None:
             await self._join()
-        await self._server.start_weight_update()
+        await self.server.start_weight_update()
 
     async def _join(self) -> None:
-        size = 1 + await self._server.get_world_size()
+        size = 1 + await self.server.get_world_size()
         # the server is told the port before the other side listens there
         meeting = {"master_address": HOST, "master_port": find_free_port(), "world_size": size}
 
@@ -169,7 +177,7 @@ class VLLMPeer:
             self._group = await run_on(self.device, lambda: import_vllm_endpoint().trainer_init(meeting))
 
         options = {"rank_offset": 1, "packed": False}
-        await run_all(lambda: self._server.init_weight_transfer(meeting | options), meet)
+        await run_all(lambda: self.server.init_weight_transfer(meeting | options), meet)
 
     async def send(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
         def start() -> Any:
@@ -184,15 +192,15 @@ class VLLMPeer:
 
         info = bucket.describe()
         info["dtype_names"] = info.pop("dtypes")
-        await run_all(lambda: self._server.update_weights(info), broadcast)
+        await run_all(lambda: self.server.update_weights(info), broadcast)
 
     async def end(self, version: int) -> None:
-        await self._server.finish_weight_update(version)
+        await self.server.finish_weight_update(version)
 
     async def leave(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            await trio.to_thread.run_sync(group.destroy, abandon_on_cancel=True)
+            await run_in_thread(group.destroy, abandon_on_cancel=True)
 
 
 def import_vllm_endpoint() -> Any:
@@ -237,9 +245,9 @@ async def open_broadcast(
     def make_peer(engine: InferenceEngine) -> Peer:
         server = getattr(engine, "dialect", None)
         if kind == "sglang" and isinstance(server, SGLangServer):
-            return SGLangPeer(server, wire=wire, device=device, progress_s=progress_s)
+            return SGLangPeer(server, wire, device, timedelta(seconds=progress_s))
         if kind == "vllm" and isinstance(server, VLLMServer):
-            return VLLMPeer(server, device=device)
+            return VLLMPeer(server, device)
         raise WeightSyncError(
             f"engine {engine.features.name} is no {kind} server; give this transport {kind} servers only"
         )

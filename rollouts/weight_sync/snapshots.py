@@ -18,6 +18,7 @@ import shutil
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -30,7 +31,7 @@ from trio.to_thread import run_sync as run_in_thread
 from rollouts.checkpoints.load import FileRecord, record_file
 from rollouts.checkpoints.retention import remove_incomplete
 from rollouts.checkpoints.save import TEMPORARY_PREFIX, move_aside
-from rollouts.errors import SnapshotError, WeightSyncError
+from rollouts.errors import SnapshotError
 from rollouts.models.export import SHARD_BYTES, Bucket, FileNames, ShardWriter, name_shards, write_description
 from rollouts.models.host_memory import read_free_memory
 from rollouts.models.load import load_hf_model
@@ -53,7 +54,6 @@ COPIED_FILES = (  # what a server may want of a model directory beside weights
 ROOM = 1.5  # free memory for each byte of a copy, at least
 SHARDS = 8  # as many of LEAST_SHARD_BYTES or more: while one is hashed and synced the next is written
 LEAST_SHARD_BYTES = 64 * 2**20
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Snapshot(NamedTuple):
@@ -71,45 +71,32 @@ class WeightSource(Protocol):
     def stream_weights(self, sink: WeightSink) -> Awaitable[None]: ...
 
 
+@dataclass(eq=False)
 class DiskSnapshots:
     """Writes snapshots into one folder, `weights/`, and removes them."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        dtype: str | None = None,
-        model_dir: Path | None = None,
-        merge: bool = False,
-        warn: Callable[[str], object] = log_warning,
-    ) -> None:
-        """`dtype`: what floating-point weights are stored as, by torch's name; None: as the trainer has them.
-        `model_dir`: where files come from that a server wants beside weights (tokenizer, chat template).
-        `merge`: an adapter is written as its whole model with the adapter added.
-        """
-        if dtype is not None and dtype not in DTYPES:
-            raise WeightSyncError(f"engines serve no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
-        self._folder = folder
-        self._dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
-        self._model_dir = model_dir
-        self.merge = merge
-        self._warn = warn
-        self._made: dict[int, Snapshot] = {}  # by version
-        self._cleared = False
+    folder: Path
+    _: KW_ONLY
+    dtype: torch.dtype | None = None  # of floating-point weights as stored; None: as the trainer has them
+    # where files come from that a server wants beside weights (tokenizer, chat template)
+    model_dir: Path | None = None
+    merge: bool = False  # an adapter is written as its whole model with the adapter added
+    warn: Callable[[str], object] = log_warning
+    _newest: Snapshot | None = None
+    _cleared: bool = False
 
     async def hold(self, backend: TrainingBackend) -> HeldWeights | None:
         """A copy of the weights, in the dtype of a snapshot, for export(); None where memory has no room to
         spare.
         """
         held, free = HeldWeights(find_trained(backend), []), read_free_memory()
-        dtype = self._dtype
-        if free is not None and free < ROOM * count_bytes(held.trained, dtype):
+        if free is not None and free < ROOM * count_bytes(held.trained, self.dtype):
             return None
 
         def copy(bucket: Bucket) -> None:
             held.buckets.append(
                 [
-                    (name, one.detach().to("cpu", dtype if one.is_floating_point() else None, copy=True))
+                    (name, one.detach().to("cpu", self.dtype if one.is_floating_point() else None, copy=True))
                     for name, one in bucket
                 ]
             )
@@ -118,44 +105,44 @@ class DiskSnapshots:
         return held
 
     async def export(self, source: WeightSource, version: int) -> Snapshot:
-        """The weights as `version`. One that it made before is verified and returned again.
+        """The weights as `version`. The newest that it made is verified and returned again if it is of that
+        version.
 
         What an earlier process left of this version may have other weights: it is never served, and the new
         snapshot is called v{version}-2 and so on. Raises SnapshotError.
         """
-        if version in self._made:
-            await run_in_thread(check_snapshot, self._made[version])
-            return self._made[version]
+        newest = self._newest
+        if newest is not None and parse_snapshot_name(newest.path.name) == version:
+            await run_in_thread(check_snapshot, newest)
+            return newest
         if not self._cleared:
             try:
-                await run_in_thread(clear_after_restart, self._folder, version)
+                await run_in_thread(clear_after_restart, self.folder, version)
             except OSError as error:
                 raise SnapshotError(
-                    f"what an earlier run left in {self._folder} cannot be removed ({error}); remove it"
+                    f"what an earlier run left in {self.folder} cannot be removed ({error}); remove it"
                 ) from error
             self._cleared = True
-        path, edition = self._folder / f"v{version}", 1
+        path, edition = self.folder / f"v{version}", 1
         while path.exists():
             edition += 1
-            path = self._folder / f"v{version}-{edition}"
-        made = await export_snapshot(
-            source, path, dtype=self._dtype, model_dir=self._model_dir, merge=self.merge
+            path = self.folder / f"v{version}-{edition}"
+        self._newest = await export_snapshot(
+            source, path, dtype=self.dtype, model_dir=self.model_dir, merge=self.merge
         )
-        self._made[version] = made
-        return made
+        return self._newest
 
     async def prune(self, keep: Path) -> None:
         """Removes every snapshot but `keep`. One that cannot be removed is a warning and tried again next
         time.
         """
-        for _, path in list_snapshots(self._folder):
+        for _, path in list_snapshots(self.folder):
             if path == keep:
                 continue
             try:
                 await run_in_thread(remove_snapshot, path)
             except OSError as error:
-                self._warn(f"the snapshot {path} could not be removed and takes up space: {error}")
-        self._made = {version: made for version, made in self._made.items() if made.path == keep}
+                self.warn(f"the snapshot {path} could not be removed and takes up space: {error}")
 
 
 # --- a copy in memory ---------------------------------------------------------------------------------------

@@ -59,9 +59,7 @@ from rollouts.weight_sync.update import (
 MAX_REVIVALS = 6  # failures in a row after which an engine waits for the next update
 RETRY_BASE_S, RETRY_CAP_S = 1.0, 60.0  # between two tries of an update that reached no engine
 
-Transport = Callable[
-    [TrainingBackend, Sequence[InferenceEngine], int], Awaitable[Mapping[str, Exception | None]]
-]
+Transport = Callable[[TrainingBackend, Sequence[InferenceEngine], int], Awaitable[Mapping[str, Exception]]]
 """Sends the trainer's weights to paused engines in memory, as a version; errors by engine name."""
 
 
@@ -71,10 +69,6 @@ class Published(NamedTuple):
     version: int
     expected: FloatArray  # [T] the trainer's log-probs of the probe
     snapshot: Snapshot | None = None  # None: the weights went in memory, and no engine needs them from disk
-
-    @property
-    def digest(self) -> str | None:
-        return None if self.snapshot is None else self.snapshot.digest
 
 
 @dataclass(slots=True)
@@ -185,8 +179,7 @@ class WeightSync:
         reach("sync.begin")
         members: list[InferenceEngine] = []
         for engine in engines:
-            fleet = self.fleet if engine is self.fleet else None
-            members += [engine] if fleet is None else fleet.members_for_update()
+            members += self.fleet.members_for_update() if self.fleet and engine is self.fleet else [engine]
         in_memory = [one.features.in_memory_update for one in members if not one.features.shares_weights]
         target = step.target
         if self.transport is None and not all(in_memory):
@@ -244,7 +237,7 @@ class WeightSync:
             expected=target.expected,
             load=load,
             load_together=transport and (lambda paused: transport(step.backend, paused, target.version)),
-            digest=target.digest,
+            digest=target.snapshot and target.snapshot.digest,
         )
         updates = await sync_weights_to_engines(engines, plan, publish=publish)
         failures = describe_failures(updates)
@@ -290,7 +283,7 @@ class WeightSync:
             version=published.version,
             expected=published.expected,
             load=partial(_load_snapshot, published),
-            digest=published.digest,
+            digest=published.snapshot and published.snapshot.digest,
         )
         try:
             with trio.CancelScope() as self._reviving:
@@ -351,7 +344,7 @@ async def open_synced_fleet(
     snapshot_dir: Path,
     seed: int,
     warn: Callable[[str], None],
-    spans: SpanRecorder | None = None,
+    spans: SpanRecorder,
 ) -> AsyncIterator[tuple[Fleet, SyncWeights]]:
     """A fleet of servers that holds the trainer's weights, and the function that brings it to a version.
 
@@ -361,14 +354,13 @@ async def open_synced_fleet(
     cannot run.
     """
     dtype, adapter = find_served_dtype(config, model_path), find_trained(backend)
-    exact, lora, open_transport = trainer_exact and dtype == "float32", None, nullcontext()
+    exact, lora, open_transport = trainer_exact and dtype == torch.float32, None, nullcontext()
     if isinstance(adapter, Adapter):  # a small file
         lora = adapter.config.rank, adapter.target_modules
         exact = exact and adapter.config.base == "float32"  # the servers' base is not packed
     elif config.transport != "disk":
-        sent_as = None if dtype is None else getattr(torch, dtype)
-        kind = "vllm" if config.kind == "vllm" else "sglang"
-        open_transport = open_broadcast(kind, wire=choose_wire(config, device), dtype=sent_as)
+        assert config.kind != "local"
+        open_transport = open_broadcast(config.kind, wire=choose_wire(config, device), dtype=dtype)
     async with (
         open_server_fleet(
             config, model_path, vocab_size=vocab_size, log_dir=log_dir, seed=seed, warn=warn, lora=lora
@@ -382,7 +374,7 @@ async def open_synced_fleet(
                 f"the engines serve no LoRA adapters of rank {lora[0]}, so whole weights are sent, with the"
                 " adapter merged"
             )
-        stored = None if dtype == "float32" else dtype
+        stored = None if dtype == torch.float32 else dtype
         keeper = DiskSnapshots(snapshot_dir, dtype=stored, model_dir=model_path, merge=merge, warn=warn)
         sync = WeightSync(
             make_probe(vocab_size, tolerance=choose_tolerance(exact=exact)),
@@ -419,13 +411,19 @@ def choose_wire(config: EngineConfig, device: str) -> Literal["gloo", "nccl"]:
     return "nccl" if torch.device(device).type == "cuda" and not served_by_cpu else "gloo"
 
 
-def find_served_dtype(config: EngineConfig, model_path: Path) -> str | None:
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def find_served_dtype(config: EngineConfig, model_path: Path) -> torch.dtype | None:
     """What the servers compute in: --dtype of engine.args, or the 16 bits of the model's config.json; None
-    where a server chooses 16 bits by itself.
+    where a server chooses 16 bits by itself. Raises WeightSyncError for a --dtype that snapshots do not have.
     """
     asked = dict(split_flags(config.args)).get("--dtype")
-    if asked not in (None, "auto"):
-        return {"float": "float32", "half": "float16"}.get(str(asked), asked)
-    settings = json.loads((model_path / "config.json").read_text("utf-8"))
-    stored = str(settings.get("dtype") or settings.get("torch_dtype") or "float32").removeprefix("torch.")
-    return stored if stored in ("bfloat16", "float16") else None
+    if asked in (None, "auto"):
+        settings = json.loads((model_path / "config.json").read_text("utf-8"))
+        stored = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
+        return getattr(torch, stored) if stored in ("bfloat16", "float16") else None
+    name = {"float": "float32", "half": "float16"}.get(asked, asked)
+    if name not in DTYPES:
+        raise WeightSyncError(f"engines serve no dtype {name!r}; use one of {', '.join(DTYPES)}")
+    return getattr(torch, name)

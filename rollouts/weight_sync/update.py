@@ -136,10 +136,9 @@ def check_change(previous: Proof, now: Proof) -> None:
 
 
 T = TypeVar("T")
-LoadWeights = Callable[[InferenceEngine], Awaitable[object]]
-"""Loads new weights into one paused engine and names their version."""
-LoadTogether = Callable[[Sequence[InferenceEngine]], Awaitable[Mapping[str, Exception | None]]]
-"""Loads new weights into several paused engines at once; by engine name its error, None for success."""
+LoadTogether = Callable[[Sequence[InferenceEngine]], Awaitable[Mapping[str, Exception]]]
+"""Loads new weights into several paused engines at once; by engine name the error of each that failed."""
+log_warning = logging.getLogger("rollouts").warning
 KEPT_PROOFS = 4  # of each engine: its first version and the last ones
 
 
@@ -151,10 +150,6 @@ class SilenceLimits(NamedTuple):
     set_version: float = 60.0
     resume: float = 60.0
     probe: float = START_S  # it may be the first request of a server
-
-
-def log_warning(text: str) -> None:
-    logging.getLogger("rollouts").warning("%s", text)
 
 
 class ProvenVersions:
@@ -176,7 +171,8 @@ class UpdatePlan(NamedTuple):
     version: int
     probe: Probe
     expected: FloatArray  # [T] the trainer's log-probs of the probe at `version`
-    load: LoadWeights
+    # loads new weights into one paused engine and names their version
+    load: Callable[[InferenceEngine], Awaitable[object]]
     digest: str | None  # of the snapshot that is loaded
     proven: ProvenVersions
     fleet: Fleet | None  # None: no answer can be held back and no engine taken out
@@ -208,9 +204,10 @@ async def sync_weights_to_engines(
     try:
         await run_all(*(update.run for update in updates))
     finally:
-        if any(update.committed for update in updates):
+        committed = any(update.committed for update in updates)
+        if committed:
             publish()
-    if not any(update.committed for update in updates):
+    if not committed:
         listed = describe_failures(updates) or "  there is no engine that could be reached"
         raise WeightSyncError(
             f"no engine could be brought to weight version {plan.version}:\n{listed}"
@@ -252,7 +249,7 @@ class _Together:
         self._expected = {engine.features.name for engine in engines}
         self._here: dict[str, InferenceEngine] = {}
         self._all_here, self._done = trio.Event(), trio.Event()
-        self._outcomes: Mapping[str, Exception | None] = {}
+        self._errors: Mapping[str, Exception] = {}
 
     def leave(self, name: str) -> None:
         """Nobody waits for engine `name` any more."""
@@ -268,14 +265,13 @@ class _Together:
         if first:
             await self._all_here.wait()
             try:
-                self._outcomes = await load_together(tuple(self._here.values()))
+                self._errors = await load_together(tuple(self._here.values()))
             except Exception as error:  # of the transport as a whole
-                self._outcomes = dict.fromkeys(self._here, error)
+                self._errors = dict.fromkeys(self._here, error)
             self._done.set()
         await self._done.wait()
-        failure = self._outcomes.get(name)
-        if failure is not None:
-            raise failure
+        if name in self._errors:
+            raise self._errors[name]
 
 
 @dataclass(slots=True, eq=False)
@@ -338,8 +334,9 @@ class EngineUpdate:
         with self._measure("_probe"):
             scored = await self._watch("probe", lambda: score_by_engine(plan.probe, engine, plan.version))
             checksum = await self._read_checksum() if engine.features.checksum else None
-            partial = engine.features.partial_checksum
-        proof = Proof(plan.version, scored, plan.expected, checksum, plan.digest, partial)
+        proof = Proof(
+            plan.version, scored, plan.expected, checksum, plan.digest, engine.features.partial_checksum
+        )
         check_agreement(proof, tolerance=plan.probe.tolerance)
         for previous in plan.proven.proofs.get(self.name, ()):  # a restart may bring back any of them
             check_change(previous, proof)

@@ -63,7 +63,7 @@ def deliver_during_updates(patch: pytest.MonkeyPatch):
         await trio.lowlevel.checkpoint()
 
     patch.setattr(FleetMember, "_hold", deliver)
-    patch.setattr(FleetMember, "_check_version", lambda self, completion: None)
+    patch.setattr(FleetMember, "_accept", lambda self, completion: None)
 
 
 def forget_failed_requests(patch: pytest.MonkeyPatch):
@@ -88,7 +88,7 @@ def serve_restarted_engines(patch: pytest.MonkeyPatch):
 
     def come_back(self: FleetMember):
         real(self)
-        if self.version is not None:
+        if self.version >= 0:
             self._set("healthy")
 
     patch.setattr(FleetMember, "_come_back", come_back)

@@ -229,7 +229,7 @@ async def test_retention_never_removes_the_newest_or_the_best(stage_dir, tmp_pat
         await save(stage_dir, step)
     assert apply_retention(stage_dir, 1, scores) == [2, 6]
     assert [step for step, _ in list_checkpoints(stage_dir)] == [4, 8]
-    assert read_scores(RunDir(tmp_path / "nothing"), "rl", "x") == {}
+    assert read_scores(RunDir(tmp_path / "nothing"), "rl", "x", pytest.fail) == {}
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, object]]):
@@ -240,7 +240,7 @@ def test_a_score_of_weights_that_were_lost_and_trained_again_does_not_count(tmp_
     run_dir, first = RunDir(tmp_path), [{"attempt": 1, "step": step} for step in range(1, 7)]
     write_rows(run_dir.evaluations, [row | {"score": row["step"] / 10} for row in first[1::2]])
     write_rows(run_dir.metrics, [*first, {"attempt": 2, "step": 4}])
-    assert read_scores(run_dir, "rl", "score") == {2: 0.2}, "attempt 2 went on after step 3"
+    assert read_scores(run_dir, "rl", "score", pytest.fail) == {2: 0.2}, "attempt 2 went on after step 3"
 
 
 # --- reading back -------------------------------------------------------------------------------------------

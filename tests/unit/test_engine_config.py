@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rollouts.config.tables import EngineConfig
-from rollouts.engines.open import check_engine_config, find_server_python
+from rollouts.engines.open import find_server_python
 from rollouts.errors import ConfigError
 from rollouts.weight_sync.sync import choose_tolerance, find_served_dtype, make_metric_name
 from tests.support.text_tables import cases
@@ -38,9 +39,9 @@ def test_a_missing_environment_is_refused_with_the_command_that_makes_it(elsewhe
     with pytest.raises(
         ConfigError, match=r"\.venv-sglang/bin/python does not exist.*rollouts engines install-sglang-cpu"
     ):
-        check_engine_config(EngineConfig(kind="sglang"))
+        find_server_python(EngineConfig(kind="sglang"))
     with pytest.raises(ConfigError, match=r"engine\.python='nowhere' is no program"):
-        check_engine_config(EngineConfig(kind="vllm", python="nowhere"))
+        find_server_python(EngineConfig(kind="vllm", python="nowhere"))
 
 
 def test_an_environment_beside_the_run_is_found_and_a_named_one_comes_first(elsewhere):
@@ -62,7 +63,8 @@ bfloat16 | float32 | "float32"
 """)
 def test_weights_are_written_as_the_servers_compute(tmp_path, stored, setting, served: Any):
     (tmp_path / "config.json").write_text(json.dumps({"dtype": stored} if stored else {}))
-    assert find_served_dtype(EngineConfig(kind="vllm", args=["--dtype", setting]), tmp_path) == served
+    found = find_served_dtype(EngineConfig(kind="vllm", args=["--dtype", setting]), tmp_path)
+    assert found == (served and getattr(torch, served))
 
 
 def test_sixteen_bits_on_either_side_widen_the_tolerance():

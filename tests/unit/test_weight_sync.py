@@ -366,7 +366,7 @@ class Transfer:
             raise self.outcome
         for engine in engines:
             engine.take(backend.weights, version)
-        return {engine.features.name: self.outcome.get(engine.features.name) for engine in engines}
+        return self.outcome
 
 
 async def test_a_transfer_to_all_takes_those_that_paused_and_need_it(autojump_clock):

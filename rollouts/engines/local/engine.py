@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import InitVar, dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -77,15 +78,12 @@ async def open_local_engine(
     that cannot be run exactly, EngineError for bad settings.
     """
     context = choose_context(model.config, max_context)
-    rules = {
-        f"max_rows={max_rows}; it must be at least 1": max_rows > 0,
-        "mode='shared' needs trainer_version: a shared engine reports the trainer's version": (
-            mode != "shared" or trainer_version
-        ),
-    }
-    for rule, holds in rules.items():
-        if not holds:
-            raise EngineError(rule)
+    if max_rows < 1:
+        raise EngineError(f"max_rows={max_rows}; it must be at least 1")
+    if mode == "shared" and trainer_version is None:
+        raise EngineError(
+            "mode='shared' needs trainer_version: a shared engine reports the trainer's version"
+        )
 
     def open_on_device() -> OpenedDecoder:
         own, added = copy_trained(model, adapter) if mode == "copied" else (model, adapter)
@@ -101,7 +99,7 @@ async def open_local_engine(
         deterministic=deterministic,
     )
     version = trainer_version or (lambda: 0)
-    engine = LocalEngine(opened, features, device_thread, version, max_rows=max_rows, seed=seed)
+    engine = LocalEngine(opened, features, device_thread, version, max_rows, seed)
     async with open_plain_nursery() as nursery:
         nursery.start_soon(engine._schedule)
         try:
@@ -110,33 +108,27 @@ async def open_local_engine(
             engine._close()
 
 
+@dataclass(eq=False)
 class LocalEngine:
     """An InferenceEngine. Made by open_local_engine."""
 
-    def __init__(
-        self,
-        opened: OpenedDecoder,
-        features: EngineFeatures,
-        device_thread: DeviceThread,
-        trainer_version: Callable[[], int],
-        *,
-        max_rows: int,
-        seed: int,
-    ) -> None:
-        self.features = features
+    opened: InitVar[OpenedDecoder]
+    features: EngineFeatures
+    _device_thread: DeviceThread
+    _trainer_version: Callable[[], int]
+    _max_rows: int
+    _seed: int
+
+    def __post_init__(self, opened: OpenedDecoder) -> None:
         self.path = opened.path  # how the model is run; see models/decoding
         self.describe = opened.describe
-        kept_bytes = 0 if features.deterministic else KEPT_BYTES  # what is kept changes last bits
+        kept_bytes = 0 if self.features.deterministic else KEPT_BYTES  # what is kept changes last bits
         self._batch = DecodeBatch(opened.whole, opened.decoder, kept_bytes=kept_bytes)
-        self._device_thread = device_thread
         self._model = opened.whole.model
         self._trained = opened.whole.adapter or self._model
-        self._weights = None if features.shares_weights else StagedWeights(self._trained)
-        self._trainer_version = trainer_version
-        self._version = trainer_version()  # of the copy; a shared engine asks the trainer every time
+        self._weights = None if self.features.shares_weights else StagedWeights(self._trained)
+        self._version = self._trainer_version()  # of the copy; a shared engine asks the trainer every time
         self._mixes = isinstance(opened.decoder, FastDecoder) and opened.decoder.mixes
-        self._max_rows = max_rows
-        self._seed = seed
         self._in_flight: dict[str, Row] = {}  # whose callers wait
         self._waiting: list[Row] = []
         self._listed: list[Row] = []  # may be admitted, in this order
