@@ -355,8 +355,10 @@ async def open_synced_fleet(
     """
     dtype, adapter = find_served_dtype(config, model_path), find_trained(backend)
     exact, lora, open_transport = trainer_exact and dtype == torch.float32, None, nullcontext()
+    rank = 0  # of an adapter
     if isinstance(adapter, Adapter):  # a small file
-        lora = adapter.config.rank, adapter.target_modules
+        rank = adapter.config.rank
+        lora = rank, adapter.target_modules
         exact = exact and adapter.config.base == "float32"  # the servers' base is not packed
     elif config.transport != "disk":
         assert config.kind != "local"
@@ -368,10 +370,9 @@ async def open_synced_fleet(
         open_transport as transport,
         open_plain_nursery() as nursery,
     ):
-        merge = lora is not None and fleet.features.max_adapter_rank < lora[0]
-        if merge:
+        if merge := fleet.features.max_adapter_rank < rank:
             warn(
-                f"the engines serve no LoRA adapters of rank {lora[0]}, so whole weights are sent, with the"
+                f"the engines serve no LoRA adapters of rank {rank}, so whole weights are sent, with the"
                 " adapter merged"
             )
         stored = None if dtype == torch.float32 else dtype
