@@ -90,7 +90,8 @@ async def ask(connection: WebSocketConnection, kind: str, message: JSONValue) ->
             await connection.send_message(json.dumps({"type": kind, "data": message}))
         reply = json.loads(await connection.get_message())
     except trio.Cancelled:
-        await connection.aclose()
+        # not by a closing frame: the pong to a ping that crosses it would raise in the connection's own task
+        await trio.aclose_forcefully(connection._stream)
         raise
     answer = reply["data"]
     if reply["type"] == "error":
