@@ -225,3 +225,4 @@ async def test_an_adapter_goes_while_the_row_of_a_cancelled_caller_is_still_ther
         nursery.start_soon(engine.generate, make_request("other"))
         await trio.testing.wait_all_tasks_blocked()
         gate.set()
+    assert "a" not in engine._batch.adapters
