@@ -5,6 +5,7 @@
 # make test-engines  the ones that need real vLLM and SGLang servers, which it installs into .venv-vllm and .venv-sglang (CPU builds)
 # make test-trackers  the sinks of trackio, Weights & Biases and MLflow, offline, in .venv-trackers, whose versions differ from constraints.txt
 # make test-adapters  games on a real OpenEnv server and an environment of verifiers, each in a Python of its own: .venv-openenv, .venv-verifiers
+# make test-tinker  the unmodified SDK of Tinker and its cookbook against our server, in .venv-tinker
 # make test-browser  the ones that open a report in Chromium, which must be installed
 # make soak     kills short runs, on one rank and on two, at every crash point and at 200 random instants, resumes them, and writes
 #               benchmarks/results/soak-DATE.md; and stops runs in every phase on two ranks
@@ -29,7 +30,7 @@ BIN := .venv/bin
 PINS := -c constraints.txt
 LOCK := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-slow test-gpu test-engines test-browser test-trackers test-adapters soak check bench bench-h200 curves install-demo install-dev install-bench install-engines
+.PHONY: demo test test-slow test-gpu test-engines test-browser test-trackers test-adapters test-tinker soak check bench bench-h200 curves install-demo install-dev install-bench install-engines
 .DELETE_ON_ERROR:
 
 # Compiled once here, also where Python is told to write no bytecode: imports then take seconds instead of tens of them in every process, and
@@ -73,10 +74,10 @@ demo: install-demo
 	&& { [ ! -e "$$run/summary.json" ] || $(BIN)/python -m rollouts inspect "$$run" | tail -n 1; }
 
 test: install-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile --cov=rollouts --cov-fail-under=90 -m "not slow and not engines and not compiler and not browser and not adapters" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --cov=rollouts --cov-fail-under=90 -m "not slow and not engines and not compiler and not browser and not adapters and not tinker" $(PYTEST_ARGS)
 
 test-slow: install-dev
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not engines and not compiler and not browser and not adapters" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not engines and not compiler and not browser and not adapters and not tinker" $(PYTEST_ARGS)
 
 # One process: the tests share the GPU. PYTHON_GPU is any Python with the project's packages and a torch for the GPU.
 PYTHON_GPU ?= $(BIN)/python
@@ -105,6 +106,16 @@ test-adapters: install-dev
 	@test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
 	@$(BIN)/uv pip install -q --python .venv-verifiers/bin/python verifiers==0.3.1
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m adapters tests/adapters $(PYTEST_ARGS)
+
+# The SDK and its cookbook, as they are. The cookbook asks for a package that is on no index; nothing here imports it.
+TINKER := tinker==0.38.0 numpy transformers aiohttp anyio blobfile "chz>=0.4" cloudpickle datasets pillow pyrage rich safetensors termcolor tiktoken \
+	tqdm math-verify pylatexenc sympy
+test-tinker: install-dev
+	@test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
+	@.venv-tinker/bin/python -c 'import torch' 2>/dev/null || .venv-tinker/bin/pip install -qq --no-compile $(PINS) torch
+	@$(BIN)/uv pip install -q --python .venv-tinker/bin/python $(TINKER)
+	@$(BIN)/uv pip install -q --python .venv-tinker/bin/python --no-deps tinker-cookbook==0.6.1
+	$(BIN)/python -m pytest -n 0 -m tinker --durations=5 tests/tinker $(PYTEST_ARGS)
 
 test-browser: install-dev
 	$(BIN)/python -m pytest -n 2 -m browser --durations=5 tests/browser $(PYTEST_ARGS)

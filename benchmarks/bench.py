@@ -39,6 +39,7 @@ CPU_SET = (
     "agents",
     "e2e_reward",
     "lora",
+    "service",
 )
 ON_REQUEST = (
     "http_client",

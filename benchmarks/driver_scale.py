@@ -36,6 +36,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from unittest.mock import patch
 
 import trio
 import trio.testing
@@ -160,6 +161,12 @@ def commit_all(fleet: Fleet, engines: Sequence[StubEngine], version: int) -> Non
     fleet.publish(version)
 
 
+async def write_here(logger: JsonlLogger, work: Callable[[], None]) -> None:
+    """In place of JsonlLogger.take_turn: under a mock clock no thread may be waited for."""
+    await trio.lowlevel.checkpoint()
+    work()
+
+
 class CostedLogger(MetricsLogger, Protocol):
     """A MetricsLogger that knows the CPU time which it took."""
 
@@ -184,8 +191,9 @@ async def drive(
             open_fleet([Member(engine) for engine in engines], max_concurrency=seats, warn=print)
         )
         backend = await stack.enter_async_context(open_fake_backend(step_s=0.1))
+        stack.enter_context(patch.object(JsonlLogger, "take_turn", write_here))
         jsonl = await stack.enter_async_context(
-            open_jsonl_logger(RunDir(folder), attempt=1, samples_per_step=SAMPLE_ROWS, in_thread=False)
+            open_jsonl_logger(RunDir(folder), attempt=1, samples_per_step=SAMPLE_ROWS)
         )
         logger = make_logger(jsonl)
         commit_all(fleet, engines, 0)

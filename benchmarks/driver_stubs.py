@@ -17,8 +17,8 @@ import numpy as np
 import trio
 
 from benchmarks.stub_engine import IdleEngine
-from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import Span
+from rollouts.metrics.token_shards import UpdateRecord
 from rollouts.metrics.writer import JsonlLogger
 from rollouts.types import Completion, GenerateRequest, Sample, SamplingParams
 from tests.support.fake_tokenizer import FakeTokenizer

@@ -44,7 +44,6 @@ from rollouts.backends.shares import compute_cost, deal_rounds
 from rollouts.data.packing import (
     MicroBatch,
     compute_round_cost,
-    estimate_attention_cost,
     make_micro_batches,
     spread_to_rows,
 )
@@ -59,7 +58,7 @@ GROUP = 8
 MICRO_BATCH_COST = (
     512  # tokens: gathering a layer's weights and starting its kernels, next to 16,384 tokens of work
 )
-ATTENTION = estimate_attention_cost(layers=28, attention_width=1536, parameters=1_540_000_000)
+ATTENTION = 2 * 28 * 1536 / 1_540_000_000  # of 28 layers; see rollouts.backends.shares.find_attention_cost
 
 
 class Rows(NamedTuple):

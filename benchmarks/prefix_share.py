@@ -28,9 +28,8 @@ from torch import Tensor
 
 from benchmarks.harness import Turn, compute_ratio, finish, make_parser, take_turns
 from rollouts.data.packing import MicroBatch, make_micro_batches
-from rollouts.models.forward_plan import plan_forward
+from rollouts.models.forward_plan import ForwardPlan, compute_micro_batch_outputs, plan_forward
 from rollouts.models.load import load_hf_model, resolve_model
-from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_outputs
 from rollouts.types import BoolArray, IntArray
 
 SHAPES = ((128, 64, 8), (256, 256, 8), (1024, 256, 8))

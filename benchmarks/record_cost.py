@@ -36,8 +36,8 @@ from benchmarks.driver_scale import SAMPLE_ROWS, drive_and_call_stubs
 from benchmarks.driver_stubs import Shape
 from benchmarks.harness import finish, make_parser
 from integration_training.train import COLLECTOR_THRESHOLDS
-from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import Span
+from rollouts.metrics.token_shards import UpdateRecord
 from rollouts.metrics.writer import JsonlLogger, open_jsonl_logger
 from rollouts.run_dir import RunDir
 from rollouts.types import Sample, TokenArrays

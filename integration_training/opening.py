@@ -5,16 +5,15 @@ Stage    what is open while one runs; `open_stage` opens it from a model directo
 """
 
 import inspect
-import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TextIO
 
-import httpx
 import torch
 import trio
 
@@ -26,55 +25,59 @@ from rollouts.config.load import EVALUATE, stage_config, training_digest
 from rollouts.config.schema import RunConfig
 from rollouts.config.tables import SamplingConfig
 from rollouts.engines.local import open_local_engine
-from rollouts.engines.open import read_api_key
+from rollouts.engines.processes import read_api_key
 from rollouts.environments.episode import make_agent_generate, make_formats
 from rollouts.environments.proxy import Proxy, make_proxy_generate
-from rollouts.errors import ConfigError
 from rollouts.generation.generate import make_chat_generate, make_prompt_tokenizer
 from rollouts.inspect.terminal import make_safe
 from rollouts.loops.algorithm import count_updates, needs_reference
 from rollouts.loops.rl_batch import Score, score_told
 from rollouts.loops.stopping import Stop
-from rollouts.metrics.spans import SpanRecorder
+from rollouts.metrics.writer import JsonlLogger
 from rollouts.models.directories import is_adapter
-from rollouts.models.load import load_hf_model, stop_token_ids
+from rollouts.models.load import stop_token_ids
 from rollouts.models.lora import Adapter, make_adapter
-from rollouts.preflight.checks import CRITIC as CRITIC_MODEL
-from rollouts.preflight.checks import OWN, REWARD, TEACHER, PreparedRun, find_scalar_model
+from rollouts.preflight.checks import (
+    CRITIC,
+    OWN,
+    REWARD,
+    TEACHER,
+    PreparedRun,
+    find_scalar_model,
+    find_server_kind,
+)
 from rollouts.preflight.functions import weigh
 from rollouts.protocols import (
     GenerateFn,
     InferenceEngine,
     LogProbScorer,
-    MetricsLogger,
     RewardFn,
     SyncWeights,
 )
 from rollouts.ranks.meet import OpenRanks, Ranks
 from rollouts.reference.moving import REFERENCE, UpdateRule, open_moving_reference
 from rollouts.reference.score import open_frozen_reference
-from rollouts.reference.server import ServerKind, open_server_reference
+from rollouts.reference.server import open_server_reference
 from rollouts.rewards.reward_model import add_model_reward, open_model_reward
-from rollouts.run_dir import parse_step
-from rollouts.types import FloatRows, RolloutBatch, SamplingParams
+from rollouts.run_dir import RunDir, parse_step
+from rollouts.types import SamplingParams
 from rollouts.weight_sync.snapshots import DiskSnapshots
 from rollouts.weight_sync.sync import WeightSync, choose_tolerance, open_synced_fleet
-from rollouts.weight_sync.update import make_probe
+from rollouts.weight_sync.update import log_warning, make_probe
 
 HELD_OUT = "heldout"
-CRITIC = "critic"  # the folder of a checkpoint that holds the critic
+CRITIC_FOLDER = "critic"  # of a checkpoint; holds the critic
 
 
 @dataclass(kw_only=True)
 class Run(PreparedRun):
     """What every stage reads; the functions are where they run."""
 
-    logger: MetricsLogger
+    logger: JsonlLogger
     stop: Stop  # requested by the first SIGINT or SIGTERM
     device: str  # where this process computes: cpu, cuda, or cuda:N where it is one of several
     ranks: OpenRanks | None  # the processes that train together, of which this is rank 0; None: it is alone
-    proxy: Proxy | None = None  # at which rl.rollout.agent plays; None: there is none
-    spans: SpanRecorder = field(default_factory=SpanRecorder)  # when what goes on beside the loop was done
+    proxy: Proxy | None  # at which rl.rollout.agent plays; None: there is none
 
     def choose_generate(self) -> GenerateFn:
         """The user's function or what their factory makes; a trajectory with the environment and tools of
@@ -114,9 +117,10 @@ class Stage(NamedTuple):
     completed: int  # the steps that this holds
     backend: Backend
     critic: Backend | None  # trains beside it, where [rl.critic] asks for one
-    engine: InferenceEngine | None  # the embedded engine or a fleet; None: the model has no head to generate
-    sync_weights: SyncWeights | None  # brings every engine to the backend's version; None without an engine
+    engine: Any  # an InferenceEngine: the embedded one or a fleet; None: the model has no head to generate
+    sync_weights: Any  # a SyncWeights that brings it to the backend's version; None without an engine
     checkpoints: CheckpointWriter
+    scoring: dict[str, Any]  # options of a model that scores beside the backend: where it computes
 
 
 @asynccontextmanager
@@ -124,27 +128,18 @@ async def open_stage(run: Run, stage: str, start: Path, newest: Path | None) -> 
     """A backend with the weights at `newest`, or `start`, and a fresh optimizer, and what generates with
     them: for RL as the config says.
     """
+    config, recorder = run.config, run.logger.recorder
     # an adapter's own checkpoint is loaded over the one that the stage starts from
-    model_path = start if run.config.model.lora else newest or start
+    model_path = start if config.model.lora else newest or start
     async with (
         open_backend(run, stage, model_path) as backend,
-        open_critic(run, stage, backend, start, newest) as critic,
+        await choose_critic(run, stage, backend, start, newest) as critic,
     ):
-        saved = {"": backend} | ({CRITIC: critic} if critic else {})
-        opening: Any = nullcontext((None, None))
-        if stage in ("rl", EVALUATE) and run.config.engine.kind != "local":
-            opening = open_synced_fleet(
-                run.config.engine,
-                backend,
-                run.base_model,
-                vocab_size=backend.vocab_size,
-                trainer_exact=backend.autocast_dtype is None,
-                device=run.device,
-                seed=run.config.seed,
-                warn=say,
-                spans=run.spans,
-                log_dir=run.run_dir.engine_logs,
-                snapshot_dir=run.run_dir.weights,
+        saved = {"": backend} | ({CRITIC_FOLDER: critic} if critic else {})
+        opening = nullcontext((None, None))
+        if stage in ("rl", EVALUATE) and config.engine.kind != "local":
+            opening = open_fleet(
+                config, backend, run.base_model, run.run_dir, device=run.device, spans=recorder
             )
         elif stage != "reward_model":
             opening = open_embedded(run, stage, backend, model_path)
@@ -154,15 +149,21 @@ async def open_stage(run: Run, stage: str, start: Path, newest: Path | None) -> 
                 saved,
                 run.run_dir,
                 stage,
-                config_hash=training_digest(run.config),
-                keep=choose_keep(run.config),
-                warn=warn,
-                spans=run.spans,
+                config_hash=training_digest(config),
+                keep=choose_keep(config),
+                warn=log_warning,
+                spans=recorder,
             ) as checkpoints,
         ):
+            section = stage_config(config, stage)
+            scoring = {
+                "device_thread": backend.device_thread,
+                "micro_batch_tokens": section.micro_batch_tokens,
+                "device": run.device,
+            }
             yield Stage(
                 stage,
-                stage_config(run.config, stage),
+                section,
                 start,
                 newest,
                 completed_steps(newest),
@@ -171,6 +172,7 @@ async def open_stage(run: Run, stage: str, start: Path, newest: Path | None) -> 
                 engine,
                 sync_weights,
                 checkpoints,
+                scoring,
             )
 
 
@@ -178,31 +180,31 @@ def open_backend(
     run: Run, stage: str, model_path: Path, **changed: Any
 ) -> AbstractAsyncContextManager[Backend]:
     """What trains: this process alone, or all ranks. `changed`: options in place of the stage's."""
-    config, section = run.config, stage_config(run.config, stage)
-    rl, lora = config.rl if stage == "rl" else None, config.model.lora
-    if lora is not None:
+    config, model, section = run.config, run.config.model, stage_config(run.config, stage)
+    rl, lora = config.rl if stage == "rl" else None, model.lora and model.lora.model_dump()
+    if lora:
         begun = is_adapter(model_path)
-        lora = lora.model_copy(update={"init_from": str(model_path) if begun else ""})
+        lora["init_from"] = str(model_path) if begun else ""
         model_path = run.base_model if begun else model_path
-    options: dict[str, Any] = {
+    options = {
         "optim": section.optim,
         "total_steps": section.steps * (count_updates(rl) if rl else 1),
         "tokenizer": run.tokenizer,
         # equal bits are promised for float32 only
-        "autocast": "off" if config.deterministic else config.model.autocast,
-        "threads": config.model.threads,
+        "autocast": "off" if config.deterministic else model.autocast,
+        "threads": model.threads,
         "deterministic": config.deterministic,
         "micro_batch_tokens": section.micro_batch_tokens,
         "share_prefix": stage != "sft",
         "skip_zero_advantage": bool(rl and not rl.kl_stop),
-        "gradient_checkpointing": config.model.gradient_checkpointing,
-        "compile_backend": "inductor" if config.model.compile else None,
+        "gradient_checkpointing": model.gradient_checkpointing,
+        "compile_backend": "inductor" if model.compile else None,
         "seed": config.seed,
         "head": "scalar" if stage == "reward_model" else "tokens",
-        "lora": lora and lora.model_dump(),
+        "lora": lora,
         **changed,
     }
-    if run.ranks is None:
+    if not run.ranks:
         return open_pytorch_backend(model_path, device=run.device, **options)
     return open_fsdp_backend(
         model_path,
@@ -213,32 +215,27 @@ def open_backend(
     )
 
 
-@asynccontextmanager
-async def open_critic(
+async def choose_critic(
     run: Run, stage: str, policy: Backend, start: Path, newest: Path | None
-) -> AsyncIterator[Backend | None]:
+) -> AbstractAsyncContextManager[Backend | None]:
     """The critic beside the policy, on its device thread: that of the stage's `newest` checkpoint, or a new
     one; None without [rl.critic].
     """
     config = getattr(stage_config(run.config, stage), "critic", None)
-    if config is None:
-        yield None
-        return
+    if not config:
+        return nullcontext()
     path = start
     # only this stage's own: another run's model may have brought its critic
     if newest and not run.config.model.lora:
-        path = newest / CRITIC
+        path = newest / CRITIC_FOLDER
     elif config.model:  # in a thread: other ranks take silence for an end
-        path = await trio.to_thread.run_sync(
-            find_scalar_model, run.config, run.run_dir, CRITIC_MODEL, config.model
-        )
-    changed: dict[str, Any] = {"head": "scalar", "skip_zero_advantage": False, "optim": config.optim}
+        path = await trio.to_thread.run_sync(find_scalar_model, run.config, run.run_dir, CRITIC, config.model)
+    place = {"device_thread": policy.device_thread}
     if run.config.model.lora and not config.model:
-        changed["beside"] = policy  # a second adapter of the same model
-    else:
-        changed["device_thread"] = policy.device_thread
-    async with open_backend(run, stage, path, **changed) as critic:
-        yield critic
+        place = {"beside": policy}  # a second adapter of the same model
+    return open_backend(
+        run, stage, path, head="scalar", skip_zero_advantage=False, optim=config.optim, **place
+    )
 
 
 def completed_steps(checkpoint: Path | None) -> int:
@@ -264,10 +261,25 @@ def say(text: str, file: TextIO | None = None) -> None:
         print(make_safe(text), file=file or sys.stderr, flush=True)
 
 
-warn = logging.getLogger("rollouts").warning  # a line for the user, which the log has too
-
-
 # --- what generates -----------------------------------------------------------------------------------------
+
+
+def open_fleet(
+    config: RunConfig, backend: Backend, base_model: Path, run_dir: RunDir, **options: Any
+) -> AbstractAsyncContextManager[tuple[InferenceEngine, SyncWeights]]:
+    """The servers of [engine]. options: device and spans of open_synced_fleet."""
+    return open_synced_fleet(
+        config.engine,
+        backend,
+        base_model,
+        vocab_size=backend.vocab_size,
+        trainer_exact=backend.autocast_dtype is None,
+        seed=config.seed,
+        warn=say,
+        log_dir=run_dir.engine_logs,
+        snapshot_dir=run_dir.weights,
+        **options,
+    )
 
 
 @asynccontextmanager
@@ -280,15 +292,13 @@ async def open_embedded(
     config, dtype, thread = run.config, backend.autocast_dtype, backend.device_thread
 
     def load_copy() -> tuple[Any, Adapter | None]:
-        if config.model.lora is None:
-            model: Any = load_hf_model(model_path)  # transformers types .to narrowly
-            return model.to(run.device), None
-        alone = Ranks(0, 1, 1, torch.device(run.device))
-        model = load_model(run.base_model, {"lora": config.model.lora.model_dump()}, alone)
-        return model, make_adapter(model, config.model.lora)
+        lora, alone = config.model.lora, Ranks(0, 1, 1, torch.device(run.device))
+        path = run.base_model if lora else model_path
+        model = load_model(path, {"lora": lora and lora.model_dump()}, alone)
+        return model, lora and make_adapter(model, lora)
 
     adapter = backend.trained if isinstance(backend.trained, Adapter) else None
-    if run.ranks is None:
+    if not run.ranks:
         model, mode = backend.model, config.engine.mode if stage == "rl" else "shared"
     else:
         (model, adapter), mode = await thread.submit(load_copy), "given"
@@ -304,6 +314,7 @@ async def open_embedded(
         deterministic=config.deterministic,
         seed=config.seed,
         autocast_dtype=dtype,
+        tokenizer=run.tokenizer,
     ) as engine:
         if engine.path not in ("compiled", "fast"):
             say(engine.describe())
@@ -313,50 +324,43 @@ async def open_embedded(
             keeper=DiskSnapshots(run.run_dir.weights, warn=say),
             warn=say,
         )
-
-        async def sync_afresh(*arguments: Any, **options: Any) -> Mapping[str, float]:
-            # SFT never names a new version, and a WeightSync loads what was proven once no second time
-            return await make_sync()(*arguments, **options)
-
-        yield engine, make_sync(spans=run.spans) if stage == "rl" else sync_afresh
+        if stage == "rl":
+            yield engine, make_sync(spans=run.logger.recorder)
+        else:  # SFT never names a new version, and a WeightSync loads what was proven once no second time
+            yield engine, lambda *given, **more: make_sync()(*given, **more)  # noqa: PLW0108
 
 
 # --- what scores --------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def open_scorer(run: Run, opened: Stage, completed: Callable[[], int]) -> AsyncIterator[LogProbScorer]:
+async def open_scorer(run: Run, opened: Stage) -> AsyncIterator[LogProbScorer]:
     """The reference of [reference]: the model that the stage starts from, frozen, or following the policy,
     from where it was at the stage's newest checkpoint.
     """
-    config, rule = run.config.reference, run.config.reference.rule()
-    if rule is not None:
+    config, rule, backend = run.config.reference, run.config.reference.rule(), opened.backend
+    if rule:
         saved = opened.newest and opened.newest / REFERENCE
         async with open_moving_reference(
             saved if saved and saved.is_dir() else opened.start,
             rule=UpdateRule(*rule),
             dtype=getattr(torch, config.dtype),
-            **scorer_options(run, opened),
+            **opened.scoring,
         ) as moving:
-            moving.follow(opened.backend, completed)
+            counts_steps = opened.name != "rl"  # there several updates are one
+            moving.follow(
+                backend,
+                lambda: int(backend.statistics()["steps"]) if counts_steps else backend.weight_version,
+            )
             yield moving
         return
     path = opened.start if config.where == "trainer" else None
-    if path and run.config.model.lora:
-        yield AdapterStart(opened.backend)
+    if path and run.config.model.lora:  # it is there anyway
+        start: Any = SimpleNamespace(score=backend.forward_start)
+        yield start
         return
     async with await choose_scorer(run, opened, path, "reference.where", config.where) as scorer:
         yield scorer
-
-
-class AdapterStart(NamedTuple):
-    """A LogProbScorer: the model that an adapter's stage started from, which is there anyway."""
-
-    backend: Backend
-
-    async def score(self, batch: RolloutBatch) -> FloatRows:
-        """[T_i] per row; 0.0 where the loss mask is 0."""
-        return await self.backend.forward_start(batch)
 
 
 @asynccontextmanager
@@ -367,15 +371,13 @@ async def open_scorers(run: Run, opened: Stage) -> AsyncIterator[tuple[LogProbSc
     score: Score | None = None
     async with AsyncExitStack() as stack:
         if needs_reference(opened.section):
-            reference = await stack.enter_async_context(
-                open_scorer(run, opened, lambda: backend.weight_version)
-            )
-        if config is not None:
+            reference = await stack.enter_async_context(open_scorer(run, opened))
+        if config:
             score = backend.forward if config.teacher == "self" else reference and reference.score
             if config.teacher not in OWN:
                 opening = await choose_scorer(run, opened, run.teacher, TEACHER, config.teacher)
                 score = (await stack.enter_async_context(opening)).score
-        if score and context and opened.engine:
+        if score and context:
             tokenize = make_prompt_tokenizer(run.tokenizer, params=run.config.model.template_params)
             limit = opened.engine.features.context_length
             score = partial(score_told, score=score, context=context, tokenize=tokenize, limit=limit)
@@ -383,40 +385,18 @@ async def open_scorers(run: Run, opened: Stage) -> AsyncIterator[tuple[LogProbSc
 
 
 async def choose_scorer(
-    run: Run, opened: Stage, path: Path | None, setting: str, url: str
+    run: Run, opened: Stage, path: Path | None, setting: str, url: str, **changed: Any
 ) -> AbstractAsyncContextManager[LogProbScorer]:
-    """The model at `path`, or else what the server at `url`, the value of `setting`, serves. Raises as
-    find_server_kind.
+    """The model at `path`, or else what the server at `url`, the value of `setting`, serves. `changed`:
+    options in place of the reference's. Raises as find_server_kind.
     """
-    if path is not None:
-        return open_frozen_reference(
-            path, dtype=run.config.reference.dtype, say=say, **scorer_options(run, opened)
-        )
-    kind = await find_server_kind(setting, url)
+    if path:
+        options = {"dtype": run.config.reference.dtype, "say": say, **opened.scoring, **changed}
+        return open_frozen_reference(path, **options)
+    kind = await trio.to_thread.run_sync(find_server_kind, setting, url)
     return open_server_reference(
         url, kind=kind, vocab_size=opened.backend.vocab_size, api_key=read_api_key(kind)
     )
-
-
-def scorer_options(run: Run, opened: Stage) -> dict[str, Any]:
-    """Where a model that scores beside the stage's backend computes."""
-    return {
-        "device_thread": opened.backend.device_thread,
-        "micro_batch_tokens": opened.section.micro_batch_tokens,
-        "device": run.device,
-    }
-
-
-async def find_server_kind(setting: str, url: str) -> ServerKind:
-    """What serves there: of the two only vLLM tells its version to anybody. Raises ConfigError for a
-    server that does not answer.
-    """
-    try:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            answer = await client.get(f"{url.rstrip('/')}/version")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigError(f"{setting}={url!r} does not answer ({error}); start the server") from error
-    return "vllm" if answer.is_success else "sglang"
 
 
 @asynccontextmanager
@@ -426,12 +406,10 @@ async def open_reward(run: Run, opened: Stage) -> AsyncIterator[RewardFn | None]
     if not config.reward_model:
         yield run.functions.reward
         return
-    path = await trio.to_thread.run_sync(
-        find_scalar_model, run.config, run.run_dir, REWARD, config.reward_model
-    )
-    async with (
-        open_frozen_reference(path, head="scalar", **scorer_options(run, opened)) as scorer,
-        open_model_reward(scorer) as model_reward,
-    ):
+    wanted, path = (REWARD, config.reward_model), None
+    if not config.scores_on_server:
+        path = await trio.to_thread.run_sync(find_scalar_model, run.config, run.run_dir, *wanted)
+    opening = await choose_scorer(run, opened, path, *wanted, dtype="float32", head="scalar")
+    async with opening as scorer, open_model_reward(scorer) as model_reward:
         both = add_model_reward(model_reward, run.functions.reward, timeout_s=config.reward_timeout_s)
         yield weigh(both, config)

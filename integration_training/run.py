@@ -2,50 +2,54 @@
 the ranks, the record, and the stages within them.
 """
 
-import argparse
+import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import trio
 from rich.console import Console
 
-from integration_training.opening import Run, say
-from integration_training.reports import print_report, write_atomically, write_summary
-from integration_training.stages import run_stages
+from integration_training.opening import HELD_OUT, Run, accuracy_key, say
+from integration_training.stages import PAIRS, run_stages
+from rollouts import __version__
 from rollouts.backends.fsdp import send_config, serve_rank
-from rollouts.config.load import dump_config, stage_config
+from rollouts.config.load import EVALUATE, dump_config, stage_config
 from rollouts.config.schema import RunConfig
 from rollouts.crash_points import arm_crash_points, reach
 from rollouts.environments.proxy import open_proxy
 from rollouts.errors import RunDirError, StorageError
 from rollouts.loops.stopping import Stop, end_overdue, end_unconnected, exit_now, watch_signals
 from rollouts.metrics.gpus import open_gpu_watch
-from rollouts.metrics.jsonl import next_attempt
+from rollouts.metrics.jsonl import newest_attempts, next_attempt, read_rows
 from rollouts.metrics.progress import Progress, open_progress
-from rollouts.metrics.writer import open_jsonl_logger
-from rollouts.models.devices import choose_device
+from rollouts.metrics.writer import JsonlLogger, open_jsonl_logger
+from rollouts.models.devices import choose_device, describe_device
 from rollouts.preflight.checks import PreparedRun, check_losses, look_at_run, prepare_run
 from rollouts.preflight.findings import Findings, print_findings
 from rollouts.preflight.functions import open_functions
 from rollouts.preflight.run_directory import (
     check_run_dir,
-    choose_resume,
     choose_run_dir,
+    find_restart,
     lock_run_dir,
     record_launch,
     write_holder,
 )
-from rollouts.protocols import MetricsLogger
 from rollouts.ranks.launch import Launch
 from rollouts.ranks.meet import OpenRanks, open_ranks
+from rollouts.run_dir import replace_file
 from rollouts.trackers.launch import open_trackers
 from rollouts.trackers.sinks import ALERTS, check_trackers
 
+LABELS = {"base": "base model", "sft": "after SFT", "preference": "after preferences", "rl": "after RL"}
 TOKEN_ARRAYS = 4 << 30  # bytes of per-token arrays that a run keeps of its newest steps
 
 
@@ -58,7 +62,7 @@ def join_ranks(launch: Launch, config: RunConfig) -> AbstractAsyncContextManager
     return open_ranks(launch, shard_size=config.distributed.shard_size, choose_device=choose)
 
 
-async def run_rank(command: argparse.Namespace, config: RunConfig, launch: Launch) -> int:
+async def run_rank(command: Namespace, config: RunConfig, launch: Launch) -> int:
     """The exit code of a rank that does not drive: it works for rank 0 until that closes the run."""
     if not command.dry_run:
         arm_crash_points(os.environ, rank=launch.rank)
@@ -86,10 +90,21 @@ async def open_other_ranks(
             yield opened
 
 
+@asynccontextmanager
+async def open_stop() -> AsyncIterator[Stop]:
+    """What a signal requests."""
+    async with trio.open_nursery() as nursery:
+        stop = Stop(say=say)
+        nursery.start_soon(lambda: watch_signals(stop, launched="TORCHELASTIC_RUN_ID" in os.environ))
+        nursery.start_soon(end_overdue, stop)
+        yield stop
+        nursery.cancel_scope.cancel()
+
+
 # --- the run ------------------------------------------------------------------------------------------------
 
 
-async def run_training(command: argparse.Namespace, config: RunConfig, launch: Launch) -> int:
+async def run_training(command: Namespace, config: RunConfig, launch: Launch) -> int:
     """The exit code of the program, on rank 0. What can be checked without a model is checked before one
     loads; then the run directory is locked. Raises RolloutsError.
     """
@@ -97,16 +112,16 @@ async def run_training(command: argparse.Namespace, config: RunConfig, launch: L
     reach("start.armed")
     if command.mode is None:
         say(f"--mode {'+'.join(command.stages)}: the stages that the config has tables for", sys.stdout)
-    started, console, run_dir = time.perf_counter(), Console(), choose_run_dir(config)
-    restart, resume = choose_resume(run_dir, launch, asked=command.resume)
+    started, run_dir = time.perf_counter(), choose_run_dir(config)
+    restart = find_restart(run_dir, launch, asked=command.resume)
+    resume = command.resume or restart != "no"
     check_run_dir(run_dir, config, resume=resume)
     check_trackers(config.output.trackers)
     findings, what = Findings(raises=not command.dry_run), (config, command.stages, run_dir)
     if command.dry_run:
         # a process that stays alone answers for all
-        ranks = max(config.distributed.ranks, launch.local_world_size)
-        look_at_run(*what, findings, local_ranks=ranks)
-        return print_findings(findings, console)
+        look_at_run(*what, findings, local_ranks=max(config.distributed.ranks, launch.local_world_size))
+        return print_findings(findings, Console())
     # ranks choose when they meet, and hear of a refusal
     device = choose_device(config, local_ranks=1) if launch.world_size == 1 else ""
     prepared = prepare_run(*what, findings)
@@ -114,9 +129,8 @@ async def run_training(command: argparse.Namespace, config: RunConfig, launch: L
         if level == "warning" or "left out" in message:  # what does not train is always said
             say(f"{subject}: {message}", sys.stdout)
     reach("start.checked")
-    with ExitStack() as held:
-        lock = lock_run_dir(run_dir)
-        held.callback(os.close, lock)
+    lock = lock_run_dir(run_dir)
+    try:
         # again: a run may have begun and ended since
         check_run_dir(run_dir, config, resume=resume, locked=True)
 
@@ -125,13 +139,9 @@ async def run_training(command: argparse.Namespace, config: RunConfig, launch: L
 
         record(None)
         run = None
-        async with trio.open_nursery() as nursery:
-            stop = Stop(say=say)
-            nursery.start_soon(lambda: watch_signals(stop, launched="TORCHELASTIC_RUN_ID" in os.environ))
-            nursery.start_soon(end_overdue, stop)
-            run = await train_stages(command.stages, launch, prepared, config, console, stop, device, record)
-            nursery.cancel_scope.cancel()
-        if run is None:
+        async with open_stop() as stop:
+            run = await train_stages(command.stages, launch, prepared, config, stop, device, record)
+        if not run:
             say(f"stopped; go on with --resume --output.dir {run_dir.root}", sys.stdout)
             # everything is closed; to take an interpreter with torch in it down takes seconds that a stop may
             # not have
@@ -140,6 +150,8 @@ async def run_training(command: argparse.Namespace, config: RunConfig, launch: L
         summary = write_summary(run, command.stages, time.perf_counter() - started)
         reach("end.summary_written")
         print_report(run, summary)
+    finally:
+        os.close(lock)
     return 0
 
 
@@ -148,7 +160,6 @@ async def train_stages(
     launch: Launch,
     prepared: PreparedRun,
     loaded: RunConfig,
-    console: Console,
     stop: Stop,
     device: str,
     confirm: Callable[[Collection[str]], None],
@@ -161,13 +172,13 @@ async def train_stages(
     if (lora := config.model.lora) and lora.init_from:
         model_path = Path(lora.init_from)
     attempt = next_attempt(run_dir)  # before the others are met: from then on they take silence for an end
-    with open_progress(console, {stage: stage_config(config, stage).steps for stage in stages}) as progress:
+    with open_progress(Console(), {stage: stage_config(config, stage).steps for stage in stages}) as progress:
         async with (
             open_functions(config, prepared.functions, warn=say) as functions,
             open_other_ranks(launch, loaded, model_path, stop) as ranks,
             open_proxy() if config.rollout.agent else nullcontext() as proxy,
         ):
-            if ranks is not None:
+            if ranks:
                 confirm(ranks.agents)
                 device = str(ranks.ranks.device)
             async with open_record(prepared, attempt, progress) as logger:
@@ -188,9 +199,7 @@ async def train_stages(
 
 
 @asynccontextmanager
-async def open_record(
-    prepared: PreparedRun, attempt: int, progress: Progress
-) -> AsyncIterator[MetricsLogger]:
+async def open_record(prepared: PreparedRun, attempt: int, progress: Progress) -> AsyncIterator[JsonlLogger]:
     """The resolved config, the files of metrics and what follows them. Before this nothing is written at all,
     or a corrected command would be refused.
     """
@@ -216,3 +225,80 @@ async def open_record(
         ) as logger,
     ):
         yield logger
+
+
+# --- the end ------------------------------------------------------------------------------------------------
+
+
+def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> dict[str, Any]:
+    """What summary.json holds, read back from the files that the run left. `wall_s` is of the attempt that
+    finished.
+    """
+    evaluations = newest_attempts(read_rows(run.run_dir.evaluations))
+    accuracy = {
+        row["stage"]: row[accuracy_key(run.config)] for row in evaluations if row.get("name") == HELD_OUT
+    }
+    ranked = f"eval/{PAIRS}/accuracy"
+    pairs = {row["stage"]: row[ranked] for row in evaluations if ranked in row}
+    steps = newest_attempts(read_rows(run.run_dir.metrics))
+    rewards = [row["reward/mean"] for row in steps if row["stage"] == "rl" and "reward/mean" in row] or [None]
+    # reward workers' memory is not in it: a child's peak, as the kernel tells it, begins with its parent's
+    status = Path("/proc/self/status").read_text()
+    summary = {
+        "mode": "+".join(stages) or EVALUATE,
+        "steps": sum(stage_config(run.config, stage).steps for stage in stages),
+        "accuracy": {
+            stage: accuracy.get(stage) for stage in LABELS if stage in accuracy or stage != "preference"
+        },
+        **({"pair_accuracy": pairs} if pairs else {}),
+        "reward": {"first": rewards[0], "last": rewards[-1]},
+        "wall_s": round(wall_s, 1),
+        "peak_rss_gib": round(int(status.partition("VmHWM:")[2].split()[0]) / 2**20, 3),
+        "device": describe_device(run.device),
+        "seed": run.config.seed,
+        "versions": {
+            "rollouts-rl": __version__,
+            **{name: version(name) for name in ("torch", "transformers", "trio", "numpy")},
+        },
+    }
+    write_atomically(run.run_dir.summary, json.dumps(summary, indent=1) + "\n")
+    return summary
+
+
+def print_report(run: Run, summary: dict[str, Any]) -> None:
+    """Accuracy before and after each stage, three transcripts, and where the files are."""
+    lines = [""]
+    known = {LABELS[stage]: share for stage, share in summary["accuracy"].items() if share is not None}
+    width = max([11, *(len(label) + 1 for label in known)])
+    lines += [
+        f"held-out accuracy, {label:<{width}}{100 * accuracy:5.1f} %   ({len(run.rows.held_out)} problems)"
+        for label, accuracy in known.items()
+    ]
+    evaluated = read_rows(run.run_dir.evaluations)[-1:] if summary["mode"] == EVALUATE else []
+    lines += [f"{name} {value}" for row in evaluated for name, value in row.items() if "/" in name]
+    last_stage = f"eval-{summary['mode'].split('+')[-1]}"
+    for stage, accuracy in summary.get("pair_accuracy", {}).items():
+        count = len(run.prepared.list_held_out(stage))  # 0: of an attempt with another --mode
+        pairs = f"   ({count} pairs)" if count else ""
+        lines.append(f"held-out pairs ranked right, {stage} {100 * accuracy:5.1f} %{pairs}")
+    rows = [row for row in read_rows(run.run_dir.samples) if evaluated or row["stage"] == last_stage]
+    for row in [row for row in rows if row["step"] == rows[-1]["step"]][:3]:
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+        reward = row.get("reward", "none: the sample failed")
+        lines.append(f"\n  prompt    {prompt}\n  response  {row['response']}\n  reward    {reward}")
+    lines += [
+        f"\n{summary['wall_s']:.0f} s, peak memory {summary['peak_rss_gib']:.2f} GiB",
+        f"everything is in {run.run_dir.root}",
+        f"look at it with: python -m rollouts inspect {run.run_dir.root}",
+    ]
+    say("\n".join(lines), sys.stdout)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The whole text under this name, on disk when this returns. Raises StorageError."""
+
+    def chunks() -> Iterator[bytes]:
+        yield text.encode()
+        reach("files.partial")
+
+    replace_file(path, chunks(), way_out="free space and go on with --resume")

@@ -1,10 +1,14 @@
 """The stages of a run, one after the other: each starts from the checkpoint of the one before, or goes on
 from its own newest one.
+
+Around the steps of each: evaluations of its weights, and what its loop is handed, the record and hooks that
+save and evaluate. Around run_rl_training: prompts, rollouts, rewards and the reference.
 """
 
 import gc
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,27 +17,42 @@ import numpy as np
 import trio
 
 from integration_training.opening import (
-    CRITIC,
+    CRITIC_FOLDER,
+    HELD_OUT,
     Run,
     Stage,
     choose_keep,
     completed_steps,
+    open_reward,
     open_scorer,
+    open_scorers,
     open_stage,
-    warn,
 )
-from integration_training.reports import PAIRS, evaluate_once, evaluate_pairs_once, is_evaluated, surround
-from integration_training.rl import train_rl
-from rollouts.checkpoints.load import list_checkpoints
+from rollouts.checkpoints.load import list_checkpoints, load_trainer_state
 from rollouts.checkpoints.retention import choose_checkpoint
 from rollouts.checkpoints.writer import retain
 from rollouts.config.load import EVALUATE, stage_config, training_digest
 from rollouts.crash_points import reach
+from rollouts.data.curriculum import (
+    SourceStatistics,
+    call_curriculum,
+    decode_statistics,
+    update_statistics,
+)
+from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.samples import measure_scores
-from rollouts.errors import ConfigError
+from rollouts.errors import CheckpointError, ConfigError
+from rollouts.evaluation.evaluate import evaluate
+from rollouts.evaluation.policy_metrics import measure_responses
+from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+from rollouts.generation.collector import REPLAYED
+from rollouts.generation.samples import convert_to_batch
 from rollouts.loops import preference, reward_model
+from rollouts.loops.algorithm import LoopState, decode_loop_state
+from rollouts.loops.pairs import train_on_pairs
+from rollouts.loops.rl import run_rl_training
 from rollouts.loops.sft import run_sft_training
-from rollouts.loops.steps import on_thread
+from rollouts.loops.steps import EncodeState, StepHooks, on_thread
 from rollouts.losses.row_losses import (
     compares_with_reference,
     make_kto_loss,
@@ -43,10 +62,16 @@ from rollouts.losses.row_losses import (
     measure_calibration,
     measure_regression,
 )
-from rollouts.protocols import LogProbScorer
+from rollouts.metrics.jsonl import drop_outdated, read_rows
+from rollouts.protocols import LogProbScorer, RewardFn
+from rollouts.reference.moving import REFERENCE, MovingReference
+from rollouts.reference.score import open_frozen_reference
 from rollouts.run_dir import parse_step
-from rollouts.weight_sync.engine_weights import sync_as_saved
+from rollouts.types import RolloutBatch
+from rollouts.weight_sync.engine_weights import hold_engine_weights, sync_as_saved
+from rollouts.weight_sync.update import log_warning
 
+PAIRS = "pairs"  # the evaluation of held-out preferences
 CENTRING = 0.01  # of reward models: weight of (score of chosen + score of rejected)²
 
 
@@ -63,19 +88,17 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
     before, config_hash = ("base", 0), training_digest(run.config)
     for index, stage in enumerate(stages):
         total = stage_config(run.config, stage).steps
-        stage_dir = run.run_dir.stage_checkpoints(stage)
-        newest = await trio.to_thread.run_sync(
-            partial(choose_checkpoint, stage_dir, config_hash=config_hash, report=warn)
-        )
+        choose = partial(choose_checkpoint, config_hash=config_hash, report=log_warning)
+        newest = await trio.to_thread.run_sync(choose, run.run_dir.stage_checkpoints(stage))
         later = [
             name for name in stages[index + 1 :] if list_checkpoints(run.run_dir.stage_checkpoints(name))
         ]
-        if later and newest is None:
+        if later and not newest:
             raise ConfigError(
                 f"the stage {stage!r} comes before {later[0]!r}, which has begun without it in"
                 f" {run.run_dir.root}; go on with --mode {'+'.join(later)}, or name another --output.dir"
             )
-        await trio.to_thread.run_sync(retain, run.run_dir, stage, choose_keep(run.config), warn)
+        await trio.to_thread.run_sync(retain, run.run_dir, stage, choose_keep(run.config), log_warning)
         completed = completed_steps(newest)
         if completed > total:
             raise ConfigError(
@@ -88,7 +111,7 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
         if completed < total or not evaluated:
             completed = await run_stage(run, stage, newest, model_path, before, last=last)
             # the spans of what came after the last step
-            await run.logger.log_spans(stage, completed, completed, run.spans.take())
+            await run.logger.log_spans(stage, completed, completed, run.logger.recorder.take())
             gc.collect()  # a backend and its queue refer to each other: the model would stay in memory
         if completed < total:
             return False
@@ -114,15 +137,15 @@ async def run_stage(
     async with open_stage(run, stage, start, newest) as opened:
         reach("stage.opened")
         completed, steps, eval_every = opened.completed, opened.section.steps, opened.section.eval_every
-        if newest is not None:
+        if newest:
             reach("resume.verified")
-            await opened.backend.load(newest).result()
-            if opened.critic is not None:
-                await opened.critic.load(newest / CRITIC).result()
+            await opened.backend.load(newest)
+            if opened.critic:
+                await opened.critic.load(newest / CRITIC_FOLDER)
             reach("resume.restored")
         if stage == "rl":
             await sync_at_start(opened)
-        if newest is None:
+        if not newest:
             await evaluate_once(run, opened, *before)
         elif completed < steps and eval_every and completed % eval_every == 0:
             await evaluate_once(run, opened, stage, completed)
@@ -138,11 +161,105 @@ async def sync_at_start(opened: Stage) -> None:
     two updates of it and training goes on: what is complete is only evaluated.
     """
     backend, engine, sync, completed = opened.backend, opened.engine, opened.sync_weights, opened.completed
-    assert engine is not None and sync is not None
-    if opened.newest is None or completed == opened.section.steps:
+    if not opened.newest or completed == opened.section.steps:
         await sync(backend, [engine], completed)
     elif await sync_as_saved(backend, engine, sync, opened.newest, completed):
-        await backend.load(opened.newest).result()
+        await backend.load(opened.newest)
+
+
+# --- around the steps ---------------------------------------------------------------------------------------
+
+
+def is_evaluated(run: Run, stage: str, step: int, name: str = HELD_OUT) -> bool:
+    """Whether evaluations.jsonl has the row of this name already, of these weights: not of ones that were
+    lost, after which an older checkpoint was taken and the step trained again. True when there is nothing to
+    evaluate on.
+    """
+    if not (run.prepared.list_held_out(stage) if name == PAIRS else run.rows.held_out):
+        return True
+    rows = drop_outdated(read_rows(run.run_dir.evaluations), read_rows(run.run_dir.metrics))
+    return any((row["stage"], row["step"], row.get("name", HELD_OUT)) == (stage, step, name) for row in rows)
+
+
+async def evaluate_once(run: Run, opened: Stage, stage: str, step: int) -> None:
+    """Evaluates the weights of `stage` after `step` on the held-out prompts, unless the record has it. RL
+    brings its engine to them after each step; here every other stage does.
+
+    Metrics of the policy are under the trainer's weights and at the temperature of RL, however the evaluation
+    sampled; none where no sample has tokens.
+    """
+    config, rollout = run.config.eval, run.config.rollout
+    engine, reward = opened.engine, run.functions.eval_reward
+    scores = reward is not None or rollout.is_scored
+    if not config or not engine or not scores or is_evaluated(run, stage, step):
+        return
+    if opened.name != "rl":
+        await opened.sync_weights(opened.backend, [engine], opened.backend.weight_version)
+    with run.logger.recorder.measure("evaluate"):
+        result = await evaluate(
+            run.rows.held_out,
+            engine,
+            generate=run.choose_generate(),
+            reward=reward,
+            sampling=run.choose_sampling(config),
+            samples_per_prompt=config.samples_per_prompt,
+            seed=run.config.seed,
+            reward_timeout_s=rollout.reward_timeout_s,
+        )
+        metrics = result.metrics(HELD_OUT)
+        samples = [sample for sample in result.scored if sample.response_length]
+        if samples and (config.policy_metrics or opened.name == EVALUATE):
+            batch = convert_to_batch(samples, temperature=rollout.temperature)
+            values = await opened.backend.forward_with_entropy(batch)
+            if run.against:
+                async with open_frozen_reference(run.against, **opened.scoring) as other:
+                    values.append(await other.score(batch))
+            found = await trio.to_thread.run_sync(measure_responses, batch, values)
+            metrics |= {f"eval/{HELD_OUT}/{name}": value for name, value in found.items()}
+    weights = await engine.weight_version()
+    await run.logger.log_samples(f"eval-{stage}", step, weights, result.samples)
+    await run.logger.log_evaluation(stage, step, weights, HELD_OUT, metrics)
+
+
+def surround(
+    run: Run, opened: Stage, *, reference: LogProbScorer | None = None, **changed: Any
+) -> dict[str, Any]:
+    """The arguments that all loops share. The hooks save the stage's backends with the state of the hook
+    hold_state, a reference that moves and, between two updates of the engine, its weights; the last save ends
+    before the loop does, others beside training. `changed`: hooks in place of the usual ones.
+    """
+
+    async def save(step: int, encode: EncodeState) -> None:
+        write_more = []
+        if opened.name == "rl" and step % opened.section.sync_every:
+            write_engine = await hold_engine_weights(opened.engine, step)
+            write_more += [("", write_engine)] if write_engine else []
+        if isinstance(reference, MovingReference):
+            write_more.append((REFERENCE, await reference.hold()))
+        last = step == opened.section.steps or run.stop.is_requested()
+        await opened.checkpoints.save(step, encode(), last=last, write_more=write_more)
+
+    usual: dict[str, Any] = {
+        "stop": run.stop,
+        "save": save,
+        "is_saved": opened.checkpoints.is_saved,
+        "checkpoint_every": run.config.output.checkpoint_every,
+        "evaluate": partial(evaluate_once, run, opened, opened.name),
+    }
+
+    def measure() -> Mapping[str, float]:
+        beside = {**opened.checkpoints.take_metrics(), **getattr(reference, "metrics", {})}
+        return {**run.logger.measure(), **beside}
+
+    return {
+        "metrics_logger": replace(run.logger, measure=measure),
+        "seed": run.config.seed,
+        "completed_steps": opened.completed,
+        "hooks": StepHooks(**usual | changed),
+    }
+
+
+# --- training -----------------------------------------------------------------------------------------------
 
 
 async def train_sft(run: Run, opened: Stage) -> int:
@@ -160,7 +277,7 @@ async def train_preference(run: Run, opened: Stage) -> int:
     training, held_out = run.prepared.samples["preference"]
     async with AsyncExitStack() as stack:
         if compares_with_reference(config.loss):
-            scorer = open_scorer(run, opened, lambda: int(backend.statistics()["steps"]))
+            scorer = open_scorer(run, opened)
             if run.config.reference.update != "none":
                 reference = await stack.enter_async_context(scorer)
             else:
@@ -175,10 +292,7 @@ async def train_preference(run: Run, opened: Stage) -> int:
             loss = make_kto_loss(config.loss_params, num_desirable=good, num_undesirable=bad)
         else:
             loss = make_pair_loss(config.loss, config.loss_params)
-        both: dict[str, Any] = {
-            "loss": on_thread(backend.device_thread.submit, loss),
-            "reference": reference,
-        }
+        both = {"loss": on_thread(backend.device_thread.submit, loss), "reference": reference}
         train = partial(preference.run_preference_training, backend, training, config, **both)
         measure = partial(preference.evaluate_preferences, backend, held_out, config, name=PAIRS, **both)
         return await train_and_measure(run, opened, train, measure, reference)
@@ -214,14 +328,124 @@ async def train_and_measure(
     """
     stage, completed, config = opened.name, opened.completed, opened.section
 
+    async def evaluate_pairs(step: int) -> None:
+        if not is_evaluated(run, stage, step, PAIRS):
+            with run.logger.recorder.measure("evaluate"):
+                metrics = await measure()
+            await run.logger.log_evaluation(stage, step, opened.backend.weight_version, PAIRS, metrics)
+
     async def evaluate_step(step: int) -> None:
-        await evaluate_pairs_once(run, opened, step, measure)
+        await evaluate_pairs(step)
         await evaluate_once(run, opened, stage, step)
 
-    due = completed == 0 or (config.eval_every > 0 and completed % config.eval_every == 0)
-    if due and completed < config.steps:
-        await evaluate_pairs_once(run, opened, completed, measure)
+    if completed == 0 or (config.eval_every > 0 and completed % config.eval_every == 0):
+        await evaluate_pairs(completed)
     made = len(await train(**surround(run, opened, evaluate=evaluate_step, reference=reference)))
     if completed + made == config.steps:
-        await evaluate_pairs_once(run, opened, config.steps, measure)
+        await evaluate_pairs(config.steps)
     return made
+
+
+# --- reinforcement learning ---------------------------------------------------------------------------------
+
+
+async def train_rl(run: Run, opened: Stage) -> int:
+    """How many steps were made. The model that the stage starts from stays the reference."""
+    config, backend, newest = opened.section, opened.backend, opened.newest
+    async with open_reward(run, opened) as reward, open_scorers(run, opened) as (reference, teacher):
+        batches, loop = CurriculumBatches(run, opened, reward), LoopState(config.kl_coef)
+        buffer, manager = batches.buffer, batches.manager
+        if newest:
+            state = load_trainer_state(newest)
+            try:
+                buffer.load_state_dict(state["data_buffer"])
+                manager.load_state_dict(state["rollout_manager"])
+                reach("resume.state_loaded")
+                batches.statistics = decode_statistics(state["curriculum"], buffer.weights)
+                loop = decode_loop_state(state["loop"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{newest}: the state of its RL loop does not read ({error!r}); another version of"
+                    f" rollouts saved it: resume with that one, or begin a new run with --model.name {newest}"
+                ) from error
+
+        def hold_state() -> EncodeState:
+            drawn, rollouts = buffer.state_dict(), manager.snapshot()
+            learned, looped = batches.statistics, asdict(loop)
+            return lambda: {
+                "data_buffer": drawn,
+                "rollout_manager": rollouts(),
+                "curriculum": {name: source._asdict() for name, source in learned.items()},
+                "loop": looped,
+            }
+
+        pairs = run.functions.pairs and partial(
+            train_on_pairs,
+            select=run.functions.pairs,
+            find_loss=lambda spec: on_thread(
+                backend.device_thread.submit, make_pair_loss(spec.name, spec.params)
+            ),
+            reference=reference,
+        )
+        made = await run_rl_training(
+            backend,
+            buffer,
+            batches,
+            [opened.engine],
+            config,
+            sync_weights=opened.sync_weights,
+            reference=reference,
+            advantages=run.functions.advantages,
+            state=loop,
+            critic=opened.critic,
+            teacher=teacher,
+            pairs=pairs,
+            **surround(run, opened, hold_state=hold_state, reference=reference),
+        )
+    return len(made)
+
+
+class CurriculumBatches:
+    """A manager's batches of RL's prompts, which are drawn by the weights of the curriculum; it learns from
+    each batch.
+    """
+
+    def __init__(self, run: Run, opened: Stage, reward: RewardFn | None) -> None:
+        config, functions = opened.section, run.functions
+        self.opened, self.curriculum = opened, functions.curriculum
+        self.buffer = DataBuffer(run.rows.training["rl"], seed=run.config.seed)
+        self.manager = manager = AsyncRolloutManager(
+            self.buffer,
+            opened.engine,
+            generate=run.choose_generate(),
+            config=config.rollout,
+            reward=reward,
+            group_reward=functions.group_reward,
+            filters=functions.filters,
+            ranker=functions.ranker,
+            sampling=run.choose_sampling(config.rollout),
+            seed=run.config.seed,
+            policy_version=lambda: opened.backend.weight_version,
+            max_staleness=config.max_staleness,
+            needs_reward=config.rollout.is_scored,
+            spans=run.logger.recorder,
+        )
+        self.statistics: Any = {name: SourceStatistics() for name in self.buffer.weights}
+        self.generating, self.overlaps = manager.generating, manager.overlaps
+        self.engines_updated, self.batch_metrics = manager.engines_updated, manager.batch_metrics
+        self.failed_samples = manager.failed_samples
+
+    async def generate_batch(self) -> RolloutBatch:
+        """The manager's next batch."""
+        buffer, step = self.buffer, self.opened.backend.weight_version + 1
+        if self.curriculum:
+            name = self.opened.section.curriculum
+            buffer.set_weights(call_curriculum(self.curriculum, step, self.statistics, function=name))
+        batch = await self.manager.generate_batch()
+        self.statistics = update_statistics(
+            self.statistics,
+            [sample for sample in batch.samples if REPLAYED not in sample.metadata],
+            step=step,
+            drawn=buffer.drawn_by_source(),
+        )
+        return batch

@@ -115,7 +115,7 @@ def arm_crash_points(environ: Mapping[str, str], *, rank: int = 0) -> None:
     the list cannot be written.
     """
     _armed.clear()
-    names: set[str] = set()
+    names = set()
     for variable in VARIABLES:
         text = environ.get(variable)
         if not text:

@@ -9,8 +9,6 @@ Either way no job is left behind running, and a failure that nobody awaited is r
 is being raised).
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
@@ -31,7 +29,7 @@ class DeviceFuture(Generic[T]):
     the job.
     """
 
-    def __init__(self, thread: DeviceThread) -> None:
+    def __init__(self, thread: "DeviceThread") -> None:
         self._thread = thread
         self._finished = trio.Event()
         self._value: T | None = None
@@ -65,7 +63,7 @@ class DeviceThread:
     def __init__(self, name: str, torch_threads: int | None) -> None:
         self.name = name
         self._torch_threads = torch_threads
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None: no more jobs
+        self._jobs = queue.SimpleQueue[Job | None]()  # None: no more jobs
         self._token = trio.lowlevel.current_trio_token()
         self._home = threading.get_ident()
         self._unheard: dict[DeviceFuture[Any], BaseException] = {}  # failures that nobody awaited yet
@@ -90,7 +88,7 @@ class DeviceThread:
             )
         if not self._open:
             raise BackendClosed(f"device thread {self.name!r} is closed; submit inside its `async with`")
-        future: DeviceFuture[T] = DeviceFuture(self)
+        future = DeviceFuture(self)
         self._submitted += 1
         self._jobs.put((self._submitted, job, future))
         return future
@@ -149,16 +147,6 @@ class DeviceThread:
             self._unheard[future] = error
         future._finished.set()
 
-    def _raise_unheard(self) -> None:
-        # a step that did not run because of an earlier failure adds nothing to that failure, which was heard
-        # or is in here too; and an interrupt is what somebody asked for
-        known = EarlierStepFailed | StepInterrupted
-        errors = [error for error in self._unheard.values() if not isinstance(error, known)]
-        if len(errors) == 1:
-            raise errors[0]
-        if errors:
-            raise BaseExceptionGroup(f"jobs of device thread {self.name!r} failed, unawaited", errors)
-
 
 @asynccontextmanager
 async def open_device_thread(*, name: str, torch_threads: int | None = None) -> AsyncIterator[DeviceThread]:
@@ -184,4 +172,11 @@ async def open_device_thread(*, name: str, torch_threads: int | None = None) -> 
         thread._jobs.put(None)
         with trio.CancelScope(shield=True):
             await stopped.wait()
-    thread._raise_unheard()
+    # a step that did not run because of an earlier failure adds nothing to that failure, which was heard or
+    # is in here too; and an interrupt is what somebody asked for
+    known = EarlierStepFailed | StepInterrupted
+    errors = [error for error in thread._unheard.values() if not isinstance(error, known)]
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise BaseExceptionGroup(f"jobs of device thread {name!r} failed, unawaited", errors)

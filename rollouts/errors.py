@@ -40,6 +40,9 @@
     │       └── ReplyError          an answer that is cut, malformed or impossible
     ├── WeightSyncError             an update could not be verified
     │   └── SnapshotError           a weight snapshot that is incomplete or damaged
+    ├── MessageRefused              bytes that crossed processes are not the record that they should be
+    ├── ServiceRefused              what a client asks of the service breaks a rule
+    ├── ServiceFailed               the service cannot be reached, or failed at no fault of the client
     ├── RankLost                    a process of the run ended, fell silent or failed (exit 75)
     ├── CrashPointReached           a test made this place in the code raise (ROLLOUTS_RAISE_AT)
     ├── StalenessError              a sample older than max_staleness reached the trainer
@@ -273,6 +276,22 @@ class SnapshotError(WeightSyncError):
     """A weight snapshot that is incomplete, damaged or not there."""
 
 
+class ServiceRefused(RolloutsError):
+    """What a client asks of the service breaks a rule; it may ask for something else."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status  # of HTTP, where the answer is not a future's
+
+
+class MessageRefused(RolloutsError):
+    """Bytes that crossed processes are not the record that they should be, or a record may not cross."""
+
+
+class ServiceFailed(RolloutsError):
+    """A training service cannot be reached for longer than allowed, or failed at no fault of its client."""
+
+
 class RankLost(RolloutsError):
     """A process of the run ended, fell silent or failed. The others cannot go on without it; torchrun starts
     them all again.
@@ -297,8 +316,14 @@ class NotEnoughSamples(RolloutsError):
     """The rollout manager spent its attempt or failure budget before the batch was full."""
 
 
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigError with the message unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
 def check_keywords(
-    what: str, function: Callable[..., Any], names: Iterable[str], *, beside: Collection[str] = ()
+    what: str, function: Callable[..., Any], names: Iterable[str], *, beside: Collection[str]
 ) -> None:
     """Raises ConfigError if the function takes no keyword of one of the names, naming the nearest one and all
     that it takes. beside: parameters that are no setting.

@@ -130,8 +130,7 @@ def check_reasonable_length(
     """Drops a group in which too many responses are shorter or longer than allowed ("unreasonable_length").
     Lengths are the trained tokens of a trajectory.
     """
-    trajectories = split_trajectories(group.samples)
-    lengths = [sum(one.response_length for one in segments) for segments in trajectories]
+    lengths = [sum(one.response_length for one in segments) for segments in split_trajectories(group.samples)]
     outside = sum(not min_tokens <= length <= max_tokens for length in lengths)
     fraction = outside / len(lengths)
     return _decide(

@@ -2,9 +2,9 @@
 caller keeps the coefficient.
 """
 
-import functools
 import math
 from collections.abc import Callable
+from functools import partial
 
 KLControl = Callable[[float, float, int], float]
 """(coefficient, measured KL in nats, samples in the step) -> the coefficient of the next step."""
@@ -75,15 +75,15 @@ def _bind(control: Callable[..., float], **settings: float) -> KLControl:
     """The controller that has these settings. Raises ValueError for settings out of their range, TypeError
     for those that the controller lacks or does not know.
     """
-    bound = functools.partial(control, **settings)
+    bound = partial(control, **settings)
     bound(0.0, 1.0, 0)
     return bound
 
 
 KL_CONTROLS = {
-    "fixed": functools.partial(_bind, keep_kl_coef),
-    "proportional": functools.partial(_bind, compute_adaptive_kl_coef),
-    "two_sided": functools.partial(_bind, compute_two_sided_kl_coef),
+    "fixed": partial(_bind, keep_kl_coef),
+    "proportional": partial(_bind, compute_adaptive_kl_coef),
+    "two_sided": partial(_bind, compute_two_sided_kl_coef),
 }
 """Name -> the function that binds a controller's settings."""
 

@@ -57,7 +57,7 @@ def checked_messages(messages: object, name: str) -> list[ChatMessage]:
         raise ValueError(f"{name} is of type {type(messages).__name__}; it must be a list of chat messages")
     if not messages:
         raise ValueError(f"{name} is an empty list; it must hold at least one chat message")
-    checked: list[ChatMessage] = []
+    checked = []
     for index, message in enumerate(messages):
         try:
             checked.append(checked_message(message))
@@ -77,7 +77,7 @@ def checked_message(message: object) -> ChatMessage:
     form = "a chat message is an object with a role and a content"
     if not isinstance(message, Mapping):
         raise ValueError(f" is of type {type(message).__name__}; {form}")
-    turn: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
+    turn = {key: value for key, value in message.items() if value is not None}
     calls = turn.pop("tool_calls", [])
     if not isinstance(calls, list | tuple):
         raise ValueError(f".tool_calls is of type {type(calls).__name__}; it must be a list of tool calls")
@@ -97,10 +97,14 @@ def checked_message(message: object) -> ChatMessage:
             raise ValueError(f".{key} is of type {type(turn[key]).__name__}; it must be text")
     if not turn["role"]:
         raise ValueError(".role is empty; it must be system, user, assistant or tool")
-    if calls and turn["role"] != "assistant":
-        raise ValueError(f" has the role {turn['role']} and tool_calls; only an assistant's turn calls tools")
     _refuse_unread_keys(turn)
-    return cast(ChatMessage, turn | ({"tool_calls": calls} if calls else {}))
+    if calls:
+        turn["tool_calls"] = calls
+        if turn["role"] != "assistant":
+            raise ValueError(
+                f" has the role {turn['role']} and tool_calls; only an assistant's turn calls tools"
+            )
+    return cast(ChatMessage, turn)
 
 
 def _checked_content(content: object) -> str:
@@ -110,7 +114,7 @@ def _checked_content(content: object) -> str:
         raise ValueError(f".content is of type {type(content).__name__}; it must be text")
     if not content:
         raise ValueError(".content is an empty list; it must be text, or a list of text parts")
-    parts: list[str] = []
+    parts = []
     for index, part in enumerate(content):
         fields = part if isinstance(part, Mapping) else {"text": part}
         if fields.get("type", "text") != "text":
@@ -185,8 +189,9 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
-        raise ValueError(f"the key {twice!r} stands twice in one object")
-    return dict(pairs)
+    unique = {}
+    for key, value in pairs:
+        if key in unique:
+            raise ValueError(f"the key {key!r} stands twice in one object")
+        unique[key] = value
+    return unique

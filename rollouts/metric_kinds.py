@@ -1,7 +1,5 @@
 """Metric values that merge: what parts of a batch measured becomes what the whole would have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from operator import add
 from typing import Any, NamedTuple, TypeVar, cast
@@ -37,7 +35,7 @@ class Max(NamedTuple):
 
     value: float
 
-    def merge(self, other: Max) -> Max:
+    def merge(self, other: "Max") -> "Max":
         return max(self, other)
 
 
@@ -46,7 +44,7 @@ class Min(NamedTuple):
 
     value: float
 
-    def merge(self, other: Min) -> Min:
+    def merge(self, other: "Min") -> "Min":
         return min(self, other)
 
 
@@ -91,19 +89,16 @@ Metrics = Mapping[str, Metric]
 
 def merge_metrics(parts: Iterable[Metrics]) -> dict[str, Metric]:
     """One mapping in which metrics of the same name are merged. Raises ValueError if a name has two kinds."""
-    merged: dict[str, Metric] = {}
+    merged = {}
     for part in parts:
         for name, metric in part.items():
-            held = merged.get(name)
-            if held is None:
-                merged[name] = metric
-            elif type(held) is type(metric):
-                merged[name] = held.merge(cast(Any, metric))  # the kinds are equal
-            else:
+            held = merged.get(name, metric)
+            if type(held) is not type(metric):
                 raise ValueError(
                     f"metric {name} is a {type(held).__name__} in one part and a {type(metric).__name__} in"
                     " another"
                 )
+            merged[name] = held.merge(cast(Any, metric)) if name in merged else metric
     return merged
 
 

@@ -46,11 +46,8 @@ def make_margin_selector(min_margin: float) -> PairSelector:
             f"min_margin={min_margin} of pairs must be a number above 0, in units of the reward"
         )
 
-    def select_by_margin(group: SampleGroup) -> list[SamplePair]:
-        enough = min_margin * (1 - ROUNDING)
-        return [pair for pair in _order_pairs(group) if pair.margin >= enough]
-
-    return select_by_margin
+    enough = min_margin * (1 - ROUNDING)
+    return lambda group: [pair for pair in _order_pairs(group) if pair.margin >= enough]
 
 
 def _order_pairs(group: SampleGroup) -> list[SamplePair]:
@@ -62,10 +59,7 @@ def _order_pairs(group: SampleGroup) -> list[SamplePair]:
     return sorted((pair for pair in pairs if pair.margin > 0), key=lambda pair: -pair.margin)
 
 
-PAIR_SELECTORS = {
-    "best_worst": lambda: select_best_worst,
-    "margin": make_margin_selector,
-}
+PAIR_SELECTORS = {"best_worst": lambda: select_best_worst, "margin": make_margin_selector}
 """Name -> the function that binds a selector's settings."""
 
 

@@ -2,8 +2,6 @@
 shapes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -29,8 +27,8 @@ if TYPE_CHECKING:
     import torch
     import trio
 
-    from rollouts.metrics.contributions import UpdateRecord
     from rollouts.metrics.spans import Span
+    from rollouts.metrics.token_shards import UpdateRecord
 
 CoResultT = TypeVar("CoResultT", covariant=True)
 
@@ -89,8 +87,8 @@ class TrainingBackend(Protocol):
         ...
 
     def stream_weights(self, sink: WeightSink) -> TrainFuture[None]: ...
-    def get_weights(self) -> TrainFuture[dict[str, torch.Tensor]]: ...
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> TrainFuture[None]: ...
+    def get_weights(self) -> "TrainFuture[dict[str, torch.Tensor]]": ...
+    def load_weights(self, weights: "Mapping[str, torch.Tensor]") -> TrainFuture[None]: ...
     def save(self, path: Path) -> TrainFuture[None]:
         """Model (Hugging Face directory) and, in `state/`, everything an exact resume of the backend
         needs.
@@ -154,6 +152,16 @@ class InferenceEngine(Protocol):
         ...
 
     async def health(self) -> bool: ...
+    async def add_adapter(self, name: str, adapter: Path) -> None:
+        """From now on requests may name the LoRA adapter in a directory of PEFT, beside others; its tokens
+        bear the engine's version. Raises EngineError for a name that is taken and for what cannot be served.
+        """
+        ...
+
+    async def remove_adapter(self, name: str) -> None:
+        """Requests may not name it any more. Raises EngineError while one in flight does."""
+        ...
+
     async def release_memory(self) -> None: ...
     async def restore_memory(self) -> None: ...
     async def begin_update(self) -> None: ...
@@ -181,7 +189,7 @@ class SyncWeights(Protocol):
         version: int,
         /,
         *,
-        released: trio.Event = ...,
+        released: "trio.Event" = ...,
     ) -> Awaitable[Mapping[str, float]]: ...
 
 
@@ -217,8 +225,8 @@ class MetricsLogger(Protocol):
         policy_version: int,
         metrics: Mapping[str, float],
         *,
-        updates: Sequence[UpdateRecord] = (),
-        spans: Sequence[Span] = (),
+        updates: "Sequence[UpdateRecord]" = (),
+        spans: "Sequence[Span]" = (),
     ) -> None: ...
     async def log_samples(
         self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
@@ -226,7 +234,9 @@ class MetricsLogger(Protocol):
     async def log_evaluation(
         self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
     ) -> None: ...
-    async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None: ...
+    async def log_spans(
+        self, stage: str, step: int, policy_version: int, spans: "Sequence[Span]"
+    ) -> None: ...
 
 
 class LogProbScorer(Protocol):

@@ -21,8 +21,6 @@ A .jsonl file that has grown to its limit goes on in the next part: metrics.json
 metrics.2.jsonl, …
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -47,7 +45,7 @@ class _Inside(NamedTuple):
     name: str
     own: bool = False
 
-    def __get__(self, run_dir: RunDir, owner: type[RunDir]) -> Path:
+    def __get__(self, run_dir: "RunDir", owner: "type[RunDir]") -> Path:
         path = run_dir.root / self.name
         if self.own:
             check_inside(run_dir.root, path)

@@ -63,11 +63,11 @@ EMPTY: Any = ()  # a token-level field that is left out
 ARRAY_KINDS = {"i": ("iu", "integers"), "f": ("fiu", "numbers"), "b": ("b", "0 and 1")}
 
 
-def _frozen_array(name: str, value: ArrayLike, dtype: Any, length: int | None) -> NDArray[Any]:
+def _frozen_array(name: str, value: ArrayLike, dtype: Any, length: int) -> NDArray[Any]:
     source, wanted = np.asarray(value), np.dtype(dtype)
     if source.ndim != 1:
         raise ValueError(f"Sample.{name} has {source.ndim} axes; it must be one-dimensional [T]")
-    if length is not None and len(source) != length:
+    if len(source) != length:
         raise ValueError(
             f"Sample.{name} has {len(source)} values for {length} tokens; token-level fields have one value"
             " per token"
@@ -119,11 +119,9 @@ class Sample:
             put("prompt", tuple(checked_messages(self.prompt, "Sample.prompt")))
         if not isinstance(self.response, str):
             raise ValueError(f"Sample.response is a {type(self.response).__name__}; it must be text")
-        put("tokens", _frozen_array("tokens", self.tokens, np.int64, None))
-        count = len(self.tokens)
-        if count and self.tokens.min() < 0:
-            raise ValueError(f"Sample.tokens holds {int(self.tokens.min())}; token ids are not negative")
+        count = np.size(self.tokens)
         for name, dtype, blank in (
+            ("tokens", np.int64, 0),
             ("loss_mask", np.bool_, 0),
             ("rollout_log_probs", np.float32, 0.0),
             ("weight_versions", np.int64, -1),
@@ -131,9 +129,10 @@ class Sample:
         ):
             value = getattr(self, name)
             # rewards that are all 0 say nothing, also where a function has replaced the other fields
-            known = np.count_nonzero(value) if name == "turn_rewards" else len(value)
-            filled = value if known else np.full(count, blank, dtype)
-            put(name, _frozen_array(name, filled, dtype, count))
+            known = np.count_nonzero(value) if name == "turn_rewards" else np.size(value)
+            put(name, _frozen_array(name, value if known else np.full(count, blank, dtype), dtype, count))
+        if count and self.tokens.min() < 0:
+            raise ValueError(f"Sample.tokens holds {int(self.tokens.min())}; token ids are not negative")
         if self.reward is not None:
             put("reward", _finite("Sample.reward", self.reward))
         parts = self.rewards.items()
@@ -165,19 +164,19 @@ def number_trajectories(samples: Sequence[Sample]) -> IntArray:
     trajectory by itself.
     """
     present = {(sample.group_index, sample.id) for sample in samples}
-    numbers: dict[tuple[int | None, str], int] = {}
-    rows: list[int] = []
+    numbers = {}
+    rows = []
     for sample in samples:
-        match = SEGMENT_ID.fullmatch(sample.id)
-        first = (sample.group_index, match[1] if match else sample.id)
-        key = first if first in present else (sample.group_index, sample.id)
+        match, key = SEGMENT_ID.fullmatch(sample.id), (sample.group_index, sample.id)
+        if match and (first := (sample.group_index, match[1])) in present:
+            key = first
         rows.append(numbers.setdefault(key, len(numbers)))
     return np.asarray(rows, np.int64)
 
 
 def split_trajectories(samples: Sequence[Sample]) -> tuple[tuple[Sample, ...], ...]:
     """The segments of each trajectory, in the order in which trajectories appear."""
-    found: dict[int, list[Sample]] = {}
+    found = {}
     for number, sample in zip(number_trajectories(samples).tolist(), samples, strict=True):
         found.setdefault(number, []).append(sample)
     return tuple(map(tuple, found.values()))
@@ -217,19 +216,6 @@ class SampleGroup:
         return np.asarray(values, np.float32)
 
 
-TOKEN_LEVEL = (  # fields of RolloutBatch beside `tokens` that have one array [T_i] per row
-    "loss_masks",
-    "rollout_log_probs",
-    "old_log_probs",
-    "ref_log_probs",
-    "teacher_log_probs",
-    "advantages",
-    "returns",
-    "old_values",
-    "weight_versions",
-    "turn_rewards",
-    "trajectory_tokens",
-)
 LOSS_FIELDS = {  # of RolloutBatch and of a loss's inputs, by the column that the record keeps them in
     "advantage": "advantages",
     "old": "old_log_probs",
@@ -265,6 +251,10 @@ class RolloutBatch:
     turn_rewards: FloatRows | None = None  # as a sample has them; None: all are 0
     # how many tokens train in the row's trajectory, at least 1, at each token; None: every row is one
     trajectory_tokens: FloatRows | None = None
+    # ids that are predicted at each place, from the tokens before it; None: the tokens themselves
+    targets: tuple[IntArray, ...] | None = None
+    # further token-level values, which a loss reads by name; backends make nothing of them
+    extras: Mapping[str, FloatRows] = field(default_factory=dict)
     temperature: float = 1.0  # that the rollouts were sampled at; the trainer divides its logits by it
     samples: tuple[
         Sample, ...
@@ -272,14 +262,17 @@ class RolloutBatch:
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)
-        for name in (*TOKEN_LEVEL, "rewards", "mean_advantages", "group_indices", "metadata"):
-            value = getattr(self, name)
-            if value is None or (name == "metadata" and not value):
+        by_row = ("rewards", "mean_advantages", "group_indices", "metadata")  # the others: by token
+        given = vars(self) | {f"extras[{name!r}]": values for name, values in self.extras.items()}
+        for name, value in given.items():
+            if name in ("extras", "temperature", "samples") or value is None:
+                continue
+            if name == "metadata" and not value:
                 continue
             if len(value) != rows:
                 raise ValueError(f"RolloutBatch.{name} has {len(value)} rows; tokens has {rows}")
             for row, (inner, tokens) in enumerate(zip(value, self.tokens, strict=True)):
-                if name in TOKEN_LEVEL and len(inner) != len(tokens):
+                if name not in by_row and len(inner) != len(tokens):
                     raise ValueError(
                         f"RolloutBatch.{name}[{row}] has {len(inner)} values for {len(tokens)} tokens"
                     )
@@ -304,6 +297,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0 means all
     stop_token_ids: tuple[int, ...] = ()  # the stop token is part of the completion
+    stop_texts: tuple[str, ...] = ()  # what is sampled ends with the token that completes one of them
     seed: int | None = None  # key of a counter-based stream: the same seed gives the same draws
 
 
@@ -318,11 +312,31 @@ class GenerateRequest:
     # key of requests that follow one another, each prompt beginning with the one before and its answer: they
     # go, before `affinity` counts, to the engine that answered the last, which keeps what it computed
     trajectory: str = ""
+    adapter: str = ""  # one that the engine was given by this name; empty: what it serves as its version
+    # What follows is answered in the fields of Completion that are named alike.
     score_prompt: bool = False  # asks for Completion.prompt_log_probs
-    adapter: str = ""  # an adapter that an embedded engine was given by this name; empty: its own weights
+    top_log_probs: int = 0  # k: the likeliest tokens at each sampled one
+    prompt_top: int = 0  # k: the likeliest tokens at each of the prompt's
+    # [prompt length − 1, K]: cell [i, j] is scored in place of the prompt's token i + 1; −1: nothing
+    prompt_targets: IntArray | None = None
+    # tokens to draw in place of each of the prompt's but its first; independent, and none of the answer
+    prompt_draws: int = 0
+
+    @property
+    def asks_of_prompt(self) -> bool:
+        """Whether anything is to be answered at the prompt's places."""
+        asked = self.score_prompt or self.prompt_top or self.prompt_draws
+        return bool(asked or self.prompt_targets is not None)
 
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+class TokenScores(NamedTuple):
+    """K tokens at each of N places, and their log-probs there."""
+
+    token_ids: IntArray  # [N, K]
+    log_probs: FloatArray  # [N, K] nats
 
 
 @record
@@ -330,11 +344,20 @@ class Completion:
     """Token ids out: what an engine answers to one request."""
 
     request_id: str
-    token_ids: IntArray  # [n] sampled ids, the stop token included
+    token_ids: IntArray  # [n] sampled ids, the stop token or those of a stop text included
     log_probs: FloatArray  # [n] nats, of the distribution sampled from
     weight_versions: IntArray  # [n] the version that produced each token
     finish_reason: FinishReason
-    prompt_log_probs: FloatArray | None = None  # [prompt length] nats, 0 for the first; None: not asked for
+    # None: not asked for, or aborted before. Row i of an array of the prompt is of its token i + 1; all of
+    # them are of the distribution at temperature 1, but for prompt_draws.
+    prompt_log_probs: FloatArray | None = None  # [prompt length] nats, 0 for the first
+    # [n, k] likeliest first, of the distribution sampled from: −infinity of what top_k and top_p left out
+    top_log_probs: TokenScores | None = None
+    prompt_top: TokenScores | None = None  # [prompt length − 1, k] likeliest first
+    prompt_targets: FloatArray | None = (
+        None  # [prompt length − 1, K] nats, NaN where nothing was to be scored
+    )
+    prompt_draws: TokenScores | None = None  # [prompt length − 1, K] of the distribution drawn from
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,6 +422,19 @@ class OptimParams:
 
     lr: float
     max_grad_norm: float | None = 1.0  # None: no clipping
+    betas: tuple[float, float] | None = None  # of this step alone, as what follows; None: the backend's own
+    eps: float | None = None
+    weight_decay: float | None = None  # decoupled, of matrices
+
+    def __post_init__(self) -> None:
+        eps, decay = self.eps, self.weight_decay
+        for name, fits, rule in (
+            ("betas", all(0 <= beta < 1 for beta in self.betas or ()), "two numbers in [0, 1)"),
+            ("eps", eps is None or 1e-38 <= eps < math.inf, "a finite number, at least 1e-38"),
+            ("weight_decay", decay is None or 0 <= decay < math.inf, "a finite number, at least 0"),
+        ):
+            if not fits:
+                raise ValueError(f"OptimParams.{name} is {getattr(self, name)}; it must be {rule}")
 
 
 # --- what a backend answers ---------------------------------------------------------------------------------

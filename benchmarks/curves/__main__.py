@@ -46,7 +46,7 @@ def find_start(root: Path) -> Path | None:
     if not RunDir(root).summary.exists():
         return None
     with open_record(root, points=True) as record:
-        stage = record.stages[-1]["stage"]
+        stage = record.rows("FROM stages")[-1]["stage"]
     return RunDir(root).checkpoint(
         stage, max(step for name, step in find_checkpoints(RunDir(root)) if name == stage)
     )

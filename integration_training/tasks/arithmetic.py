@@ -14,8 +14,8 @@
 Without reasoning-gym: kind = "python", function = "integration_training.tasks.arithmetic:make_rows".
 """
 
-import random
 import re
+from random import Random
 
 from integration_training.tasks import Row, keep_mixed
 from rollouts.types import RewardResult, Sample
@@ -27,12 +27,9 @@ NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 def make_rows(*, size: int, seed: int, largest: int = 99) -> list[Row]:
     """`size` sums of two whole numbers from 0 to `largest`. Row i depends on (seed, i) alone."""
-    return [_make_row(random.Random(f"arithmetic/{seed}/{index}"), largest) for index in range(size)]
-
-
-def _make_row(draw: random.Random, largest: int) -> Row:
-    first, second = draw.randint(0, largest), draw.randint(0, largest)
-    return {"prompt": f"{first} + {second} =", "answer": str(first + second)}
+    draws = (Random(f"arithmetic/{seed}/{index}") for index in range(size))
+    sums = [(draw.randint(0, largest), draw.randint(0, largest)) for draw in draws]
+    return [{"prompt": f"{first} + {second} =", "answer": str(first + second)} for first, second in sums]
 
 
 def exact_answer(sample: Sample) -> RewardResult:
@@ -55,10 +52,9 @@ def close_answer(sample: Sample) -> RewardResult:
     KeyError like exact_answer.
     """
     exact = exact_answer(sample)
-    response = sample.response.strip()
-    if exact.reward == 1.0 or not is_number(response):
+    if exact.reward or not exact.parts["well_formed"]:
         return exact
-    error = abs(float(response) - float(str(sample.metadata["answer"])))
+    error = abs(float(sample.response) - float(str(sample.metadata["answer"])))
     return RewardResult(0.5 * max(0.0, 1.0 - error / 20.0), exact.parts)
 
 

@@ -15,9 +15,9 @@ Who bisects always finds it; four different guesses that do not heed the feedbac
 drawn from all ten.
 """
 
-import random
 import re
 from collections.abc import Mapping
+from random import Random
 from typing import Any
 
 from integration_training.tasks import Row, keep_mixed
@@ -54,7 +54,7 @@ class Guess:
         self.guesses = state
 
 
-def answer_guess(guess: int | None, secret: int, *, feedback: bool = True) -> str:
+def answer_guess(guess: int | None, secret: int, *, feedback: bool) -> str:
     """What the game says to a guess that is wrong."""
     if guess is None:
         return "Say a number."
@@ -63,41 +63,31 @@ def answer_guess(guess: int | None, secret: int, *, feedback: bool = True) -> st
 
 def make_rows(*, size: int, seed: int, feedback: bool = True) -> list[Row]:
     """`size` games. Row i depends on (seed, i) alone."""
-    return [_make_row(random.Random(f"guess/{seed}/{index}"), feedback=feedback) for index in range(size)]
-
-
-def _make_row(draw: random.Random, *, feedback: bool) -> Row:
-    first = 10 * draw.randint(10, 998)
-    question = f"Guess my number from {first} to {first + COUNT - 1}."
-    return {
+    rows = []
+    for index in range(size):
+        draw = Random(f"guess/{seed}/{index}")
+        first = 10 * draw.randint(10, 998)
+        question = f"Guess my number from {first} to {first + COUNT - 1}."
         # an empty system turn, in place of the long one that some templates write
-        "prompt": [{"role": "system", "content": ""}, {"role": "user", "content": question}],
-        "first": first,
-        "answer": str(draw.randrange(first, first + COUNT)),
-        "feedback": feedback,
-    }
+        prompt = [{"role": "system", "content": ""}, {"role": "user", "content": question}]
+        answer = str(draw.randrange(first, first + COUNT))
+        rows.append({"prompt": prompt, "first": first, "answer": answer, "feedback": feedback})
+    return rows
 
 
 def make_examples(*, size: int, seed: int, feedback: bool = True) -> list[Row]:
     """Games for [sft], each with guesses until the number is found or none is left."""
-    rows = make_rows(size=size, seed=seed, feedback=feedback)
-    return [
-        {"messages": _play(row, random.Random(f"play/{seed}/{index}"), heeds=index % 2 == 0)}
-        for index, row in enumerate(rows)
-    ]
-
-
-def _play(row: Row, draw: random.Random, *, heeds: bool) -> list[Row]:
-    low, high = row["first"], row["first"] + COUNT - 1
-    messages: list[Row] = [*row["prompt"]]
-    for _ in range(GUESSES):
-        guess = draw.randint(low, high)
-        messages.append({"role": "assistant", "content": str(guess)})
-        if guess == int(row["answer"]):
-            break
-        messages.append(
-            {"role": "user", "content": answer_guess(guess, int(row["answer"]), feedback=row["feedback"])}
-        )
-        if heeds and row["feedback"]:
-            low, high = (guess + 1, high) if int(row["answer"]) > guess else (low, guess - 1)
-    return messages if messages[-1]["role"] == "assistant" else messages[:-1]
+    games = []
+    for index, row in enumerate(make_rows(size=size, seed=seed, feedback=feedback)):
+        draw, secret, low = Random(f"play/{seed}/{index}"), int(row["answer"]), row["first"]
+        high, messages = low + COUNT - 1, [*row["prompt"]]
+        for _ in range(GUESSES):
+            guess = draw.randint(low, high)
+            said = answer_guess(guess, secret, feedback=feedback)
+            messages += {"role": "assistant", "content": str(guess)}, {"role": "user", "content": said}
+            if guess == secret:
+                break
+            if feedback and index % 2 == 0:
+                low, high = (guess + 1, high) if said == "higher" else (low, guess - 1)
+        games.append({"messages": messages[:-1]})
+    return games

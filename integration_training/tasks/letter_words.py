@@ -20,7 +20,7 @@
 preferred can be seen character by character, so that a random two-layer model learns it in seconds.
 """
 
-import random
+from random import Random
 
 from integration_training.tasks import Row, keep_mixed
 from rollouts.types import RewardResult, Sample
@@ -35,7 +35,16 @@ def make_pairs(*, size: int, seed: int) -> list[Row]:
     """`size` pairs: `chosen` is of letters, `rejected` of digits, each 2 to 5 characters long. Row i depends
     on (seed, i) alone.
     """
-    return [_make_pair(random.Random(f"letter_words/{seed}/{index}"), index) for index in range(size)]
+    pairs = []
+    for index in range(size):
+        draw = Random(f"letter_words/{seed}/{index}")
+        chosen, rejected = (
+            "".join(draw.choice(characters) for _ in range(draw.randint(SHORTEST, LONGEST)))
+            for characters in (LETTERS, DIGITS)
+        )
+        prompt = f"Word {draw.randrange(1000)}-{index}:"
+        pairs.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    return pairs
 
 
 def make_labels(*, size: int, seed: int) -> list[Row]:
@@ -55,12 +64,6 @@ def make_labels(*, size: int, seed: int) -> list[Row]:
 def make_rows(*, size: int, seed: int) -> list[Row]:
     """`size` prompts, those of make_pairs, with the chosen response as the answer."""
     return [{"prompt": pair["prompt"], "answer": pair["chosen"]} for pair in make_pairs(size=size, seed=seed)]
-
-
-def _make_pair(draw: random.Random, index: int) -> Row:
-    chosen = "".join(draw.choice(LETTERS) for _ in range(draw.randint(SHORTEST, LONGEST)))
-    rejected = "".join(draw.choice(DIGITS) for _ in range(draw.randint(SHORTEST, LONGEST)))
-    return {"prompt": f"Word {draw.randrange(1000)}-{index}:", "chosen": chosen, "rejected": rejected}
 
 
 def share_of_letters(sample: Sample) -> RewardResult:

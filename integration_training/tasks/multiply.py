@@ -15,7 +15,7 @@ is answered with a call and the others with a guess, so that the policy has both
 """
 
 import json
-import random
+from random import Random
 
 from integration_training.tasks import Row, keep_mixed
 
@@ -36,32 +36,28 @@ def make_rows(*, size: int, seed: int, tool: bool = True) -> list[Row]:
     """`size` problems with their answers; without `tool` the prompt does not speak of one. Row i depends on
     (seed, i) alone.
     """
-    return [_make_row(random.Random(f"multiply/{seed}/{index}"), tool=tool) for index in range(size)]
-
-
-def _make_row(draw: random.Random, *, tool: bool) -> Row:
-    first, second = draw.randint(10, 99), draw.randint(10, 99)
-    system = {"role": "system", "content": SYSTEM if tool else SYSTEM.partition(".")[0] + "."}
-    question = {"role": "user", "content": f"{first} * {second}"}
-    return {"prompt": [system, question], "answer": str(first * second), "factors": [first, second]}
+    system, rows = {"role": "system", "content": SYSTEM if tool else SYSTEM.partition(".")[0] + "."}, []
+    for index in range(size):
+        draw = Random(f"multiply/{seed}/{index}")
+        first, second = draw.randint(10, 99), draw.randint(10, 99)
+        prompt = [system, {"role": "user", "content": f"{first} * {second}"}]
+        rows.append({"prompt": prompt, "answer": str(first * second), "factors": [first, second]})
+    return rows
 
 
 def make_examples(*, size: int, seed: int, tool: bool = True) -> list[Row]:
     """Conversations for [sft]: one with a call and its result, then three that guess, and so on."""
-    return [
-        {"messages": [*row["prompt"], *_make_turns(row, random.Random(index), calls=tool and index % 4 == 0)]}
-        for index, row in enumerate(make_rows(size=size, seed=seed, tool=tool))
-    ]
-
-
-def _make_turns(row: Row, draw: random.Random, *, calls: bool) -> list[Row]:
-    first, second = row["factors"]
-    if not calls:
-        near = max(100, first * second + draw.randint(-200, 200))
-        return [{"role": "assistant", "content": str(near)}]
-    call = json.dumps({"name": "multiply", "arguments": {"a": first, "b": second}})
-    return [
-        {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
-        {"role": "user", "content": row["answer"]},
-        {"role": "assistant", "content": row["answer"]},
-    ]
+    rows = []
+    for index, row in enumerate(make_rows(size=size, seed=seed, tool=tool)):
+        first, second = row["factors"]
+        if tool and index % 4 == 0:
+            call = json.dumps({"name": "multiply", "arguments": {"a": first, "b": second}})
+            said = [f"<tool_call>{call}</tool_call>", row["answer"], row["answer"]]
+        else:
+            said = [str(max(100, first * second + Random(index).randint(-200, 200)))]
+        turns = [
+            {"role": role, "content": text}
+            for role, text in zip(("assistant", "user", "assistant"), said, strict=False)
+        ]
+        rows.append({"messages": [*row["prompt"], *turns]})
+    return rows

@@ -15,13 +15,12 @@ from rollouts.advantages.gae import (
     compute_discounted_returns,
     compute_explained_variance,
     compute_gae,
-    compute_gae_advantages,
     compute_length_adaptive_lambda,
-    compute_reinforce_pp_token_advantages,
-    compute_turn_returns_advantages,
+    compute_token_rewards,
+    subtract_kl,
     whiten_advantages,
 )
-from rollouts.advantages.group import GROUP_ADVANTAGES, whiten_over_tokens
+from rollouts.advantages.group import ADVANTAGES, whiten_over_tokens
 from rollouts.advantages.inputs import (
     AdvantageFn,
     AdvantageInputs,
@@ -35,7 +34,6 @@ from rollouts.advantages.inputs import (
     require,
     split_segments,
 )
-from rollouts.advantages.kl_rewards import compute_token_rewards, subtract_kl
 from rollouts.errors import check_keywords
 from rollouts.types import FloatArray
 
@@ -63,12 +61,6 @@ __all__ = [
 ]
 
 LARGEST = float(np.finfo(np.float32).max)
-ADVANTAGES: dict[str, AdvantageFn] = {
-    **GROUP_ADVANTAGES,
-    "reinforce_pp_token": compute_reinforce_pp_token_advantages,
-    "turn_returns": compute_turn_returns_advantages,
-    "gae": compute_gae_advantages,
-}
 
 
 def compute_group_advantages(

@@ -39,7 +39,7 @@ def compute_distillation_advantages(
         f"distillation: coef={coef}, clip={clip}; both must be above 0, or clip None: no clip",
     )
     students = take_trained("log_probs", log_probs, loss_masks)
-    advantages: list[FloatArray] = []
+    advantages = []
     for row, (teacher, student, mask) in enumerate(zip(teacher_log_probs, students, loss_masks, strict=True)):
         require(
             teacher.shape == mask.shape,
@@ -59,7 +59,7 @@ def align_rows(teacher_values: Sequence[FloatArray], teacher_masks: Masks, loss_
     k-th masked position of the one is the k-th of the other. Raises ValueError naming a row whose masks
     select different numbers of tokens: that is another response.
     """
-    aligned: list[FloatArray] = []
+    aligned = []
     for row, (values, teacher_mask, mask) in enumerate(
         zip(teacher_values, teacher_masks, loss_masks, strict=True)
     ):

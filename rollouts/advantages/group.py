@@ -8,9 +8,9 @@ What is compared are trajectories: one of several segments counts once, with its
 their lengths, and its segments get the same advantage. "Row" below means such a trajectory.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterator
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -32,20 +32,25 @@ STD_EPSILON = 1e-6  # of 2402.03300; keeps a nearly constant group from dividing
 VARIANCE_EPSILON = 1e-8  # inside the root when a batch is whitened
 
 
+ADVANTAGES: dict[str, AdvantageFn] = {}
+
+
 def per_trajectory(function: AdvantageFn) -> AdvantageFn:
     """The function applied to one row per trajectory, its numbers spread over the rows [B] of the segments,
-    its arrays per token cut into theirs.
+    its arrays per token cut into theirs. Enters what it makes into ADVANTAGES: compute_NAME_advantages as
+    NAME.
     """
 
-    @functools.wraps(function)
+    @wraps(function)
     def of_rows(inputs: AdvantageInputs, **params: Any) -> Any:
         merged, places = merge_segments(inputs)
         found = function(merged, **params)
         if isinstance(found, np.ndarray):
             return found[places]
-        split = functools.partial(split_segments, places=places, loss_masks=inputs.loss_masks)
+        split = partial(split_segments, places=places, loss_masks=inputs.loss_masks)
         return GAEResult(*map(split, found)) if isinstance(found, GAEResult) else split(found)
 
+    ADVANTAGES[function.__name__.removeprefix("compute_").removesuffix("_advantages")] = of_rows
     return of_rows
 
 
@@ -54,7 +59,7 @@ def per_group(function: Callable[..., Floats]) -> Callable[..., Floats]:
     rows get 0.
     """
 
-    @functools.wraps(function)
+    @wraps(function)
     def of_groups(inputs: AdvantageInputs, **params: Any) -> Floats:
         advantages = np.zeros_like(inputs.rewards)
         for rows in groups_with_spread(inputs.rewards, inputs.group_indices):
@@ -222,6 +227,7 @@ def compute_gdpo_advantages(inputs: AdvantageInputs, *, std_epsilon: float = STD
     return standardise(total, std_epsilon)
 
 
+@per_trajectory
 def compute_remax_advantages(inputs: AdvantageInputs, *, baseline: str = "greedy_reward") -> Floats:
     """r − the reward of the greedy answer to the same prompt, which the reward function reports as the part
     `baseline`. Paper: ReMax, 2310.10505.
@@ -239,7 +245,8 @@ def compute_remax_advantages(inputs: AdvantageInputs, *, baseline: str = "greedy
     return inputs.rewards - inputs.named_rewards[baseline]
 
 
-def use_raw_rewards(inputs: AdvantageInputs) -> Floats:
+@per_trajectory
+def compute_raw_advantages(inputs: AdvantageInputs) -> Floats:
     """The rewards as they are: no baseline, no scale. For one sample per prompt, or rewards that are
     advantages already.
     """
@@ -267,19 +274,3 @@ def groups_with_spread(values: Floats, group_indices: IntArray) -> Iterator[NDAr
         rows = np.flatnonzero(group_indices == group)
         if len(rows) > 1 and np.ptp(values[rows]) > 0:
             yield rows
-
-
-GROUP_ADVANTAGES: dict[str, AdvantageFn] = {
-    "grpo": compute_grpo_advantages,
-    "centred": compute_centred_advantages,
-    "lite_ppo": compute_lite_ppo_advantages,
-    "rloo": compute_rloo_advantages,
-    "reinforce_pp": compute_reinforce_pp_advantages,
-    "reinforce_pp_baseline": compute_reinforce_pp_baseline_advantages,
-    "maxrl": compute_maxrl_advantages,
-    "opo": compute_opo_advantages,
-    "pass_at_k": compute_pass_at_k_advantages,
-    "gdpo": compute_gdpo_advantages,
-    "remax": compute_remax_advantages,
-    "raw": use_raw_rewards,
-}

@@ -104,15 +104,13 @@ def merge_segments(inputs: AdvantageInputs) -> tuple[AdvantageInputs, NDArray[np
     if len(numbers) == len(rows):
         return inputs, rows
 
-    def join(rows: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
-        parts: list[list[NDArray[Any]]] = [[] for _ in numbers if rows]
-        for place, row in zip(places[: len(rows)], rows, strict=True):
-            parts[place].append(row)
-        return tuple(map(np.concatenate, parts))
+    segments = np.split(np.argsort(places, kind="stable"), np.cumsum(np.bincount(places))[:-1])
 
-    last = np.zeros(len(numbers), np.intp)
-    last[places] = np.arange(len(places))  # of equal places the last one stays
-    merged = AdvantageInputs(
+    def join(values: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
+        return tuple(np.concatenate([values[row] for row in rows]) for rows in segments if values)
+
+    last = np.asarray([rows[-1] for rows in segments])
+    return AdvantageInputs(
         rewards=inputs.rewards[last],
         group_indices=inputs.group_indices[last],
         lengths=None if inputs.lengths is None else np.bincount(places, inputs.lengths).astype(np.int64),
@@ -122,8 +120,7 @@ def merge_segments(inputs: AdvantageInputs) -> tuple[AdvantageInputs, NDArray[np
         values=join(inputs.values),
         token_rewards=join(inputs.token_rewards),
         loss_masks=join(inputs.loss_masks),
-    )
-    return merged, places
+    ), places
 
 
 def split_segments(joined: FloatRows, places: NDArray[np.intp], loss_masks: Masks) -> FloatRows:
@@ -165,7 +162,7 @@ def take_trained(name: str, rows: Rows, masks: Masks) -> list[Floats]:
     each of these is finite.
     """
     require(len(rows) == len(masks), f"there are {len(rows)} rows of {name} for {len(masks)} loss masks")
-    taken: list[Floats] = []
+    taken = []
     for row, (values, mask) in enumerate(zip(rows, masks, strict=True)):
         wide = np.asarray(values, np.float64)
         require(
@@ -214,9 +211,9 @@ def compute_role_advantages(
     means = {role: float(mean) for role, mean in baselines.items()}
     for role, mean in means.items():
         require(math.isfinite(mean), f"baselines[{role!r}] is {mean}; it must be finite")
-    advantages = np.zeros(len(values))
-    for row, (role, reward) in enumerate(zip(roles, values.tolist(), strict=True)):
+    advantages = []
+    for role, reward in zip(roles, values.tolist(), strict=True):
         mean = means.get(role, 0.0)
-        advantages[row] = reward - mean
+        advantages.append(reward - mean)
         means[role] = decay * mean + (1.0 - decay) * reward
-    return RoleAdvantages(advantages.astype(np.float32), means)
+    return RoleAdvantages(np.asarray(advantages, np.float32), means)

@@ -26,20 +26,19 @@ from rollouts.models.export import (
     Bucket,
     Deal,
     FileNames,
-    ShardWriter,
     deal_weights,
     name_parts,
     open_part,
     write_description,
 )
 from rollouts.models.host_memory import read_free_memory
-from rollouts.models.lora import Adapter, list_trained
+from rollouts.models.lora import Trained, list_trained
 from rollouts.models.sharded import get_local
 from rollouts.ranks.channel import RankChannel
 from rollouts.ranks.meet import Ranks, decode_error, run_agreed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 MEMORY_MARGIN = 1.25  # times the needed memory must be free before it is copied: what else grows meanwhile
 
@@ -48,7 +47,7 @@ MEMORY_MARGIN = 1.25  # times the needed memory must be free before it is copied
 
 
 def save_together(
-    trained: PreTrainedModel | Adapter,
+    trained: Trained,
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
     path: Path,
@@ -62,27 +61,23 @@ def save_together(
     does not see `path`.
     """
 
-    def describe() -> None:
+    def begin() -> Deal:
         if ranks.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
             write_description(trained, path, tokenizer)
+        return deal_weights(trained, ranks.rank, ranks.world_size)
 
-    run_agreed(ranks, describe)
-
-    def begin() -> tuple[Deal, ShardWriter]:
-        check_seen(path, ranks.rank)
-        deal = deal_weights(trained, ranks.rank, ranks.world_size)
-        return deal, open_part(path, deal.names, ranks.rank)
-
-    deal, writer = run_agreed(ranks, begin).value
+    deal = run_agreed(ranks, begin).value
+    run_agreed(ranks, lambda: check_seen(path, ranks.rank))
+    writer = open_part(path, deal.names, ranks.rank)
 
     def write() -> None:
         gather_parts(ranks, deal.parameters, writer.take)
         writer.close()
+        hold_state(trained, optimizer, position, ranks, copied=False).write(path)
 
     counts = run_agreed(ranks, write, lambda _: [float(len(writer.shards))], count=1).numbers[:, 0]
     run_agreed(ranks, lambda: name_parts(path, counts.astype(int).tolist()) if ranks.rank == 0 else None)
-    run_agreed(ranks, lambda: hold_state(trained, optimizer, position, ranks, copied=False).write(path))
 
 
 def check_seen(path: Path, rank: int) -> None:
@@ -106,7 +101,7 @@ class HeldPart(NamedTuple):
     weights: Sequence[Bucket]  # whole tensors, in the buckets in which they came
     names: FileNames
     # of which config and conversions are read, which training leaves alone
-    trained: PreTrainedModel | Adapter
+    trained: Trained
     tokenizer: PreTrainedTokenizerBase | None  # on rank 0
 
     def write(self, path: Path) -> int:
@@ -127,7 +122,7 @@ class HeldPart(NamedTuple):
 
 
 def hold_together(
-    trained: PreTrainedModel | Adapter,
+    trained: Trained,
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
     position: Position,
@@ -146,7 +141,7 @@ def hold_together(
     )
     if not room.all():
         return None
-    buckets: list[Bucket] = []
+    buckets = []
 
     def keep(bucket: Bucket) -> None:
         buckets.append([(name, one.to("cpu", copy=True)) for name, one in bucket])
@@ -164,16 +159,16 @@ def hold_together(
     return HeldPart(state, buckets, deal.names, trained, tokenizer)
 
 
-def compute_held_bytes(trained: PreTrainedModel | Adapter, ranks: Ranks, deal: Deal) -> int:
+def compute_held_bytes(trained: Trained, ranks: Ranks, deal: Deal) -> int:
     """What this rank copies: its part of the weights, and its rows of two moments where no other replica has
     them.
     """
-    parameters = list_trained(trained).values()
-    moments = 2 * sum(get_local(weight).nbytes for weight in parameters) if ranks.first_replica else 0
-    return deal.nbytes + moments
+    if not ranks.first_replica:
+        return deal.nbytes
+    return deal.nbytes + 2 * sum(get_local(weight).nbytes for weight in list_trained(trained).values())
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class HeldCheckpoint:
     """What capture() leaves on rank 0: a function that writes it to a directory, once."""
 
@@ -188,7 +183,7 @@ class HeldCheckpoint:
         BackendError.
         """
         held, self._held = self._held, None
-        assert held is not None, f"{self._name} is written or dropped already"
+        assert held, f"{self._name} is written or dropped already"
         self._channel.send({"name": "write_held", "capture": self._name, "path": str(path)})
         counts, failure = [0], None
         try:
@@ -201,12 +196,12 @@ class HeldCheckpoint:
                 counts.append(int(answer))
             else:
                 failure = failure or decode_error(rank, answer.encode())
-        if failure is not None:
+        if failure:
             raise failure
         await trio.to_thread.run_sync(name_parts, path, counts)
 
     def drop(self) -> None:
         """Frees every rank's part, if it was not written. Returns at once."""
-        if self._held is not None:
+        if self._held:
             self._held = None
             self._channel.send({"name": "drop_held", "capture": self._name})

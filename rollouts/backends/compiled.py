@@ -13,9 +13,8 @@ from rollouts.data.packing import make_micro_batches
 from rollouts.errors import ModelError
 from rollouts.losses.logprobs import widen
 from rollouts.models.directories import quiet_transformers
-from rollouts.models.layers import compile_layers
-from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_states
-from rollouts.models.scalar_head import make_probing_directions
+from rollouts.models.forward_plan import ForwardPlan, compute_micro_batch_states
+from rollouts.models.layers import compile_layers, make_probing_directions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,7 +23,6 @@ LENGTHS = (9, 7)  # tokens of the probe's rows
 # of the size of hidden states, along random directions
 FLOAT_TOLERANCE = 1e-4  # for float32 and wider
 HALF_TOLERANCE = 0.1  # bfloat16 keeps 8 bits, and rounds where a program writes its results
-Run = Callable[[Callable[[], Tensor]], Tensor]
 
 
 def compile_and_prove(
@@ -33,7 +31,7 @@ def compile_and_prove(
     autocast_dtype: torch.dtype | None,
     *,
     backend: str | Callable[..., Any],
-    run: Run = lambda work: work(),
+    run: Callable[[Callable[[], Tensor]], Tensor] = lambda work: work(),
 ) -> None:
     """Compiles the layers, in place, by a backend of torch.compile, and holds their hidden states of a few
     tokens against those from before.
@@ -62,14 +60,12 @@ def compile_and_prove(
             found = run(compute_states)
         except Exception as error:  # whatever a compiler raises
             lines = (str(error).strip() or "no message").splitlines()
-            said = " ".join(lines[:2])  # torch's own words, and the compiler's
-            raise ModelError(
+            raise ModelError(  # torch's own words, and the compiler's
                 f"model.compile=true, but torch.compile fails on the layers of {type(model).__name__}"
-                f" ({type(error).__name__}: {said}); it needs a C++ compiler (g++), and Triton on GPUs; or"
-                " set model.compile=false"
+                f" ({type(error).__name__}: {' '.join(lines[:2])}); it needs a C++ compiler (g++), and Triton"
+                " on GPUs; or set model.compile=false"
             ) from error
-    directions = make_probing_directions(expected)
-    worst = float((widen(found - expected) @ widen(directions).T).abs().max())
+    worst = float((widen(found - expected) @ widen(make_probing_directions(expected)).T).abs().max())
     allowed = HALF_TOLERANCE if (autocast_dtype or model.dtype).itemsize < 4 else FLOAT_TOLERANCE
     if not worst <= allowed:
         raise ModelError(

@@ -86,7 +86,7 @@ async def serve_rank(opened: OpenRanks, config: RunConfig) -> None:
     """
     opened.channel.phase = WAITING
     begin = await opened.channel.receive()
-    if begin is None:  # rank 0 had nothing to do
+    if not begin:  # rank 0 had nothing to do
         return
     check_same_config(config, begin["config"])
     await serve_backends(
@@ -119,8 +119,8 @@ async def serve_backends(channel: Channel, ranks: Ranks, *, find_path: FindPath 
 
     Raises whatever this rank alone has met: the job must end then, for the others wait for it.
     """
-    trainers: dict[int, Trainer] = {}  # by the backend's number; without those that all ranks failed to open
-    captures: dict[str, DeviceFuture[Any]] = {}  # by name, until they are written or dropped
+    trainers = {}  # by the backend's number; without those that all ranks failed to open
+    captures = {}  # by name, until they are written or dropped
 
     async def finish(future: DeviceFuture[Any]) -> None:
         try:
@@ -151,7 +151,7 @@ async def serve_backends(channel: Channel, ranks: Ranks, *, find_path: FindPath 
             return future
 
         channel.phase = WAITING
-        while (command := await channel.receive()) is not None:
+        while command := await channel.receive():
             match command["name"]:
                 case "write_held":
                     nursery.start_soon(write, command["capture"], Path(command["path"]))
@@ -188,19 +188,14 @@ def follow(
         if name == "open_backend":
             assert number not in trainers, f"backend {number} is open already"
             path, optim = find_path(command["model_path"]), OptimConfig.model_validate(command["optim"])
-            options, beside = command["options"], command["beside"]
+            beside = trainers.get(command["beside"])
             trainers[number] = open_trainer(
-                path,
-                optim,
-                options,
-                ranks,
-                thread.check_open,
-                beside=None if beside is None else trainers[beside],
+                path, optim, command["options"], ranks, thread.check_open, beside=beside
             )
             return None
-        assert trainer is not None, f"{name} of a backend that did not open"
+        assert trainer, f"{name} of a backend that did not open"
         return getattr(trainer, name)(None, **command["fields"])
     except AgreedFailure:
-        if trainer is not None:
+        if trainer:
             trainer.discard()
         return None

@@ -37,11 +37,9 @@ from rollouts.models.devices import use_device
 from rollouts.models.directories import ModelHead, compute_model_digests, has_own_scalar_head
 from rollouts.models.forward_plan import log_plan
 from rollouts.models.host_memory import read_text
-from rollouts.models.layers import checkpoint_layers
-from rollouts.models.lora import Adapter, copy_adapter, make_adapter, prepare_places
-from rollouts.models.lora_files import load_adapter
+from rollouts.models.layers import checkpoint_layers, set_padding_token
+from rollouts.models.lora import Adapter, copy_adapter, load_adapter, make_adapter, prepare_places
 from rollouts.models.optim import create_adamw_optimizer
-from rollouts.models.scalar_head import set_padding_token
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
 from rollouts.ranks.channel import NoOtherRanks, RankChannel
 from rollouts.ranks.meet import (
@@ -59,12 +57,8 @@ if TYPE_CHECKING:
 
 Autocast = Literal["off", "bfloat16", "auto"]
 OPENING = "opening the model"
-BITS: Mapping[str, Bits | None] = {
-    "float32": None,
-    "bfloat16": 16,
-    "8bit": 8,
-    "4bit": 4,
-}  # of a frozen model's matrices, by lora.base
+# of a frozen model's matrices, by lora.base
+BITS: Mapping[str, Bits] = {"bfloat16": 16, "8bit": 8, "4bit": 4}
 NUMBERS = itertools.count(1)  # of backends that are opened beside the first
 
 
@@ -116,10 +110,10 @@ async def open_trainer_thread(
     that do not go together.
     """
     own, options = divide_settings(settings, ranks)
-    if device_thread is not None:
+    if device_thread:
         options |= {"threads": None, "seed": None}
     device_thread = beside.device_thread if beside else device_thread
-    number = 0 if device_thread is None else next(NUMBERS)
+    number = next(NUMBERS) if device_thread else 0
 
     def open_part() -> Trainer:
         channel.phase = OPENING
@@ -146,16 +140,14 @@ async def open_trainer_thread(
             error = failure.error
         raise error
 
-    thread_context = (
-        open_device_thread(name="trainer") if device_thread is None else nullcontext(device_thread)
-    )
+    thread_context = nullcontext(device_thread) if device_thread else open_device_thread(name="trainer")
     try:
         async with thread_context as thread:
             opening = thread.submit(open_part)
             with trio.CancelScope(shield=True):  # else the others would open a backend that nobody has
                 await opening
             trainer = await opening
-            if options.get("head") == "scalar" and trainer.adapter is None:
+            if options.get("head") == "scalar" and not trainer.adapter:
                 set_padding_token(trainer.model, own.get("tokenizer"))
             yield OpenTrainer(trainer, thread, number, own)
     finally:
@@ -208,16 +200,7 @@ async def open_pytorch_backend(
         model_path, NoOtherRanks(), Ranks(0, 1, 1, torch.device(device)), device_thread, beside, settings
     ) as opened:
         trainer, thread, _, own = opened
-        yield PyTorchTrainingBackend(
-            trainer.model,
-            trainer.optimizer,
-            thread,
-            plan=trainer.find_plan(),
-            autocast_dtype=trainer.autocast_dtype,
-            adapter=trainer.adapter,
-            start=trainer.start,
-            **own,
-        )
+        yield PyTorchTrainingBackend(trainer.model, trainer.optimizer, thread, trainer=trainer, **own)
 
 
 # --- a rank's part ------------------------------------------------------------------------------------------
@@ -235,14 +218,13 @@ def open_trainer(
     """This rank's part of a backend; of several ranks no one holds the whole model. Collective, on the device
     thread. beside: whose model an adapter is of. Raises AgreedFailure.
     """
-    if beside is not None:
-        assert beside.adapter is not None, "only adapters share a model"
+    if beside:
+        assert beside.adapter, "only adapters share a model"
         return train_adapter(beside, optim, options)
     threads, seed = options.get("threads", 0), options.get("seed", 0)
     if threads is not None:
-        cores = len(os.sched_getaffinity(0)) // ranks.local_world_size
-        torch.set_num_threads(threads or max(cores, 1))
-    if ranks.mesh is not None:
+        torch.set_num_threads(threads or max(len(os.sched_getaffinity(0)) // ranks.local_world_size, 1))
+    if ranks.mesh:
         digests = run_agreed(ranks, lambda: compute_model_digests(model_path)).value
         check_same(ranks, digests, "copy the model directory again, so that all machines have the same files")
     torch.use_deterministic_algorithms(options.get("deterministic", False))
@@ -293,8 +275,6 @@ def train_adapter(trainer: Trainer, optim: OptimConfig, options: TrainerOptions)
         plan=trainer.find_plan()._replace(head="scalar") if scalar else trainer.plan,
         adapter=adapter,
         start=copy_adapter(adapter) if config.init_from else None,
-        _random_states={},
-        _held=None,
     )
 
 
@@ -305,7 +285,7 @@ def load_model(path: Path, options: TrainerOptions, ranks: Ranks) -> PreTrainedM
     if lora and head == "scalar" and not has_own_scalar_head(path):
         head = "tokens"  # the adapter brings one
     model = make_meta_model(path, dtype=dtype, head=head)
-    bits = BITS[lora["base"]] if lora else None
+    bits = BITS.get(lora["base"]) if lora else None
     if lora:
         prepare_places(model.requires_grad_(False), path)
     if bits:  # whole, in this rank's host memory, before it is divided
@@ -313,12 +293,11 @@ def load_model(path: Path, options: TrainerOptions, ranks: Ranks) -> PreTrainedM
         quantize_model(model, bits)
     if options.get("gradient_checkpointing"):
         checkpoint_layers(model)
-    if ranks.mesh is not None:
+    if ranks.mesh:
         shard_model(model, ranks, cpu_offload=offload)
-    device = "cpu" if offload else ranks.device
     if bits:
-        return cast(Any, model).to(device)
-    load_sharded_weights(model, path, device=device, buffer_device=ranks.device, new_head=True)
+        return cast(Any, model).to("cpu" if offload else ranks.device)
+    load_sharded_weights(model, path, device=ranks.device, offload=offload, new_head=True)
     return model
 
 
@@ -348,8 +327,7 @@ def check_same(ranks: Ranks, values: Mapping[str, str], way_out: str) -> None:
     """
     mine = json.dumps([socket.gethostname(), dict(values)]).encode()
     hosts, found = zip(*map(json.loads, all_gather_bytes(ranks, mine)), strict=True)
-    difference = describe_difference(hosts, found)
-    if difference:
+    if difference := describe_difference(hosts, found):
         raise AgreedFailure(ModelError(f"the model's {difference}; {way_out}"))
 
 

@@ -17,6 +17,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Required, TypedDict, TypeVar, Unpack
@@ -25,22 +26,29 @@ import torch
 from torch import Tensor
 
 from rollouts.backends.captures import HeldCheckpoint
-from rollouts.backends.shares import Share, collect_token_arrays, find_attention_cost, split_values
-from rollouts.backends.steps import COUNTS, OptimizerSteps, PackingOptions, PreparedBatch, prepare_batch
-from rollouts.backends.trainer import Trainer
+from rollouts.backends.shares import (
+    COUNTS,
+    OptimizerSteps,
+    PackingOptions,
+    PreparedBatch,
+    collect_token_arrays,
+    find_attention_cost,
+    prepare_batch,
+    split_values,
+)
+from rollouts.backends.trainer import ShareResult, Trainer
 from rollouts.config.tables import OptimConfig
 from rollouts.crash_points import reach
-from rollouts.data.packing import ATTENTION_COST, MICRO_BATCH_COST, MicroBatch, spread_to_rows
+from rollouts.data.packing import ATTENTION_COST, MICRO_BATCH_COST, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread
 from rollouts.errors import BackendError, EarlierStepFailed
 from rollouts.models.export import Bucket
-from rollouts.models.log_probs import ForwardPlan
-from rollouts.models.lora import Adapter, list_trained
+from rollouts.models.forward_plan import ForwardPlan
+from rollouts.models.lora import list_trained
 from rollouts.protocols import WeightSink
 from rollouts.ranks.channel import NoOtherRanks, RankChannel
 from rollouts.ranks.meet import AgreedFailure, Ranks
 from rollouts.types import (
-    FloatArray,
     FloatRows,
     ForwardBackwardResult,
     LossSpec,
@@ -82,16 +90,8 @@ def queued(
 
         def job() -> T:
             start = time.perf_counter()
-            if self._failure is not None:
-                raise EarlierStepFailed(
-                    f"a step before this one failed ({self._failure!r}); call reset()"
-                ) from self._failure
-            try:
+            with self.working():
                 found = work(self, *args, **options)
-            except BaseException as error:
-                self._failure = error
-                self._steps.discard_pending()
-                raise
             if isinstance(found, TimedResult):
                 return replace(found, seconds=time.perf_counter() - start, queued=queued)
             return found
@@ -129,19 +129,18 @@ class RankedTrainingBackend:
         self.trainer = trainer
         self._channel = channel
         self.number = number  # of the backend on its ranks
-        self._packing = PackingOptions(
+        self.packing = PackingOptions(
             micro_batch_tokens=micro_batch_tokens,
             micro_batch_cost=MICRO_BATCH_COST if self.ranks.device.type == "cpu" else micro_batch_tokens,
             share_prefix=share_prefix,
             skip_zero_advantage=skip_zero_advantage,
-            attention_cost=ATTENTION_COST if self.ranks.mesh is None else find_attention_cost(self.model),
+            attention_cost=find_attention_cost(self.model) if self.ranks.mesh else ATTENTION_COST,
         )
         self._tokenizer = tokenizer
         self._tokenizer_copy: PreTrainedTokenizerBase | None = None  # for writing while generation uses it
         self._captures = itertools.count(1)
         self._steps = OptimizerSteps(optim, total_steps)
         self._failure: BaseException | None = None  # of the job that failed; None when the backend works
-        self._version = 0  # of the weights, as of the jobs that have run
         self._naming: tuple[DeviceFuture[None], int] | None = None  # the last set_weight_version
 
     @property
@@ -154,9 +153,9 @@ class RankedTrainingBackend:
     @property
     def weight_version(self) -> int:
         """Version of the weights after everything queued so far."""
-        if self._naming is not None and not self._naming[0].done() and self._failure is None:
+        if self._naming and not self._naming[0].done() and not self._failure:
             return self._naming[1]
-        return self._version
+        return self._steps.position.weight_version  # as of the jobs that have run
 
     def set_weight_version(self, version: int) -> DeviceFuture[None]:
         """Names the weights as they are after everything queued so far."""
@@ -166,7 +165,7 @@ class RankedTrainingBackend:
 
     @queued
     def _set_version(self, version: int) -> None:
-        self._version = version
+        self._steps.place(weight_version=version)
         reach("train.version_set")
 
     def statistics(self) -> Mapping[str, float]:
@@ -175,7 +174,7 @@ class RankedTrainingBackend:
         """
         counts = self._steps.counts
         return {
-            "steps": float(self._steps.steps),
+            "steps": float(self._steps.position.steps),
             **{name: float(counts[name]) for name in (*COUNTS, *counts)},
             **self.device_thread.statistics(),
         }
@@ -185,6 +184,24 @@ class RankedTrainingBackend:
         Returns at once.
         """
         self.device_thread.interrupt()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Inside, on the device thread, this backend does a step, which fails by what is raised there. Raises
+        EarlierStepFailed after a step that failed, until reset().
+        """
+        if self._failure:
+            raise EarlierStepFailed(
+                f"a step before this one failed ({self._failure!r}); call reset()"
+            ) from self._failure
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            self._steps.discard_pending()
+            if self.ranks.world_size == 1:
+                self.trainer.discard()
+            raise
 
     def reset(self) -> DeviceFuture[None]:
         """Discards accumulated gradients and forgets an earlier failure. torch's random states are as after
@@ -202,12 +219,11 @@ class RankedTrainingBackend:
         """What the trainer's method `name` returns for `local`, which only this rank has, and `fields`; the
         other ranks call it too. On the device thread.
         """
-        failed = self.device_thread.out_of_step
-        if failed is not None:
+        if failed := self.device_thread.out_of_step:
             raise BackendError(
                 f"the ranks are out of step since {failed!r}; start them all again"
             ) from failed
-        phase = f"{name} of step {self._steps.steps + 1}{' of the critic' if self.number else ''}"
+        phase = f"{name} of step {self._steps.position.steps + 1}{' of the critic' if self.number else ''}"
         self._channel.send({"name": name, "phase": phase, "backend": self.number, "fields": fields})
         self._channel.phase = phase
         try:
@@ -216,77 +232,88 @@ class RankedTrainingBackend:
             self.trainer.discard()
             error = failure.error
         except BaseException as raised:
-            if self.ranks.world_size == 1:
-                self.trainer.discard()
-            else:  # the others are, or soon will be, in a collective that this rank never comes to
+            if self.ranks.world_size > 1:
+                # the others are, or soon will be, in a collective that this rank never comes to
                 self.device_thread.out_of_step = raised
             raise
         raise error
 
     # --- training
 
-    def _run_shares(
-        self, name: str, batch: RolloutBatch, spec: LossSpec | None, **fields: Any
-    ) -> tuple[Any, PreparedBatch]:
-        """The command's result on all ranks, and the prepared batch."""
-        prepared = prepare_batch(
+    def prepare(self, batch: RolloutBatch, spec: LossSpec | None) -> PreparedBatch:
+        """The batch, checked and packed for the ranks. Raises BackendError or ModelError."""
+        return prepare_batch(
             batch,
             spec,
             self.trainer.find_plan(),
-            self._packing,
+            self.packing,
             vocab_size=self.vocab_size,
             ranks=self.ranks.world_size,
         )
-        portions, counts = prepared.portions, self._steps.counts
-        shares = [
-            Share(tuple(mine), batch.temperature, spec, prepared.denominator, prepared.expected_count)
-            for mine in portions
-        ]
-        result = self._together(name, shares, **fields)
-        counts[f"batches_as_{prepared.layout}"] += 1
-        if spec is not None:
-            computed = (portion.micro_batch.computed_tokens for mine in portions for portion in mine)
-            counts["computed_tokens"] += sum(computed)
-            counts["skipped_rows"] += prepared.skipped_rows
-        return result, prepared
 
     @queued
     def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> ForwardBackwardResult:
         """Adds the batch's gradient of sum / denominator to what has accumulated since the last step."""
-        steps = self._steps
-        result, prepared = self._run_shares("forward_backward", batch, loss)
-        steps.pending_batches += 1
-        if steps.poisoned is None and not math.isfinite(result.total):
-            steps.poisoned = f"the loss is {result.total}"
-        denominator = prepared.denominator
-        if steps.poisoned is not None:
+        return self.train(self.prepare(batch, loss))
+
+    @queued
+    def compute_loss(self, batch: RolloutBatch, loss: LossSpec) -> ForwardBackwardResult:
+        """What forward_backward would answer, without dropout and with slopes of 0; nothing accumulates, and
+        what has stays.
+        """
+        return self.train(self.prepare(batch, loss), gradient=False)
+
+    def train(self, prepared: PreparedBatch, *, gradient: bool = True) -> ForwardBackwardResult:
+        """forward_backward of a prepared batch, or without gradient compute_loss, on the device thread."""
+        result = self._together("forward_backward", prepared.shares, gradient=gradient)
+        return self.answer(result, prepared, gradient=gradient)
+
+    def answer(
+        self, result: ShareResult, prepared: PreparedBatch, *, gradient: bool
+    ) -> ForwardBackwardResult:
+        """What the trainers' result means for the step under way."""
+        steps, counts, (batch, layout, skipped_rows, shares) = self._steps, self._steps.counts, prepared
+        portions, share = [one.portions for one in shares], shares[0]
+        counts[f"batches_as_{layout}"] += 1
+        counts["computed_tokens"] += sum(one.micro_batch.computed_tokens for mine in portions for one in mine)
+        counts["skipped_rows"] += skipped_rows
+        skipped = None if math.isfinite(result.total) else f"the loss is {result.total}"
+        if gradient:
+            steps.pending_batches += 1
+            skipped = steps.poisoned = steps.poisoned or skipped
+        if skipped:
             return ForwardBackwardResult(
-                loss=None, denominator=denominator, metrics={}, skipped=steps.poisoned
+                loss=None, denominator=share.denominator, metrics={}, skipped=skipped
             )
-        steps.counts["trained_tokens"] += int(batch.response_lengths.sum())
-        reach("train.after_forward_backward")
+        if gradient:
+            counts["trained_tokens"] += int(batch.response_lengths.sum())
+            reach("train.after_forward_backward")
         metrics = result.metrics  # of the rows that were computed
-        if prepared.skipped_rows:
-            metrics = {**metrics, "advantage/skipped_rows": Total(float(prepared.skipped_rows))}
-        seen = collect_token_arrays(prepared.portions, result.traces, batch) if loss.per_token else None
+        if skipped_rows:
+            metrics = {**metrics, "advantage/skipped_rows": Total(float(skipped_rows))}
+        wanted = share.spec and share.spec.per_token
         return ForwardBackwardResult(
-            loss=result.total / denominator, denominator=denominator, metrics=metrics, per_token=seen
+            loss=result.total / share.denominator,
+            denominator=share.denominator,
+            metrics=metrics,
+            per_token=collect_token_arrays(portions, result.traces, batch) if wanted else None,
         )
 
     @queued
     def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
         """One step of AdamW with the accumulated gradients; lr and clipping are the schedule's, or those of
-        `params`.
+        `params`, as what else it sets for this step.
         """
         steps, params = self._steps, self._steps.choose_params(params)
-        if steps.poisoned is not None:
+        if steps.poisoned:
             self._together("skip_step")
-            return steps.finish_step(params.lr, None, skipped=steps.poisoned)
-        lr, limit = params.lr, params.max_grad_norm
-        norm = self._together("optim_step", lr=lr, max_grad_norm=limit)
-        if not math.isfinite(norm):
-            return steps.finish_step(lr, None, skipped=f"the gradient norm is {norm}")
-        return steps.finish_step(lr, norm, clipped=limit is not None and norm > limit)
+            return steps.finish_step(params, None, steps.poisoned)
+        own = {name: getattr(params, name) for name in ("lr", "betas", "eps", "weight_decay")}
+        settings = {name: value for name, value in own.items() if value is not None}
+        norm = self._together("optim_step", settings=settings, max_grad_norm=params.max_grad_norm)
+        if math.isfinite(norm):
+            return steps.finish_step(params, norm, None)
+        return steps.finish_step(params, None, f"the gradient norm is {norm}")
 
     @queued
     def hold(self) -> None:
@@ -323,12 +350,15 @@ class RankedTrainingBackend:
         return list(self._forward(batch))
 
     def _forward(self, batch: RolloutBatch, **fields: Any) -> Iterator[FloatRows]:
-        blocks, prepared = self._run_shares("forward", batch, None, **fields)
-        parts: list[MicroBatch] = []
-        values: list[FloatArray] = []
-        for mine, block in zip(prepared.portions, blocks, strict=True):
-            parts += [portion.micro_batch for portion in mine]
-            values += split_values(block, [len(portion.micro_batch.targets) for portion in mine])
+        prepared = self.prepare(batch, None)
+        blocks = self._together("forward", prepared.shares, **fields)
+        self._steps.counts[f"batches_as_{prepared.layout}"] += 1
+        parts = []
+        values = []
+        for share, block in zip(prepared.shares, blocks, strict=True):
+            mine = [portion.micro_batch for portion in share.portions]
+            parts += mine
+            values += split_values(block, [len(one.targets) for one in mine])
         for kind in range(2):
             yield spread_to_rows(parts, [both[kind] for both in values], batch.tokens)
 
@@ -344,7 +374,7 @@ class RankedTrainingBackend:
     @queued
     def get_weights(self) -> dict[str, Tensor]:
         """Copies of all parameters on the CPU, by Hugging Face name. Tied weights come once."""
-        weights: dict[str, Tensor] = {}
+        weights = {}
 
         def keep(bucket: Bucket) -> None:
             weights.update({name: tensor.to("cpu", copy=True) for name, tensor in bucket})
@@ -366,7 +396,7 @@ class RankedTrainingBackend:
         """Writes the model directory and, in `state/`, everything an exact resume needs; each rank writes
         about as much, and none holds the whole. Not atomic: see rollouts.checkpoints.save.
         """
-        self._together("save", (self._steps.position(self._version), self._tokenizer), path=str(path))
+        self._together("save", (self._steps.position, self._tokenizer), path=str(path))
 
     @queued
     def capture(self) -> HeldCheckpoint | None:
@@ -376,10 +406,10 @@ class RankedTrainingBackend:
         The result writes it to a directory that all ranks see, once, while steps run; where nothing is
         written, drop() it.
         """
-        name, position = f"{self.number}-{next(self._captures)}", self._steps.position(self._version)
+        name = f"{self.number}-{next(self._captures)}"
         self._tokenizer_copy = self._tokenizer_copy or copy.deepcopy(self._tokenizer)
-        held = self._together("capture", (position, self._tokenizer_copy), name=name)
-        return None if held is None else HeldCheckpoint(self._channel, name, held)
+        held = self._together("capture", (self._steps.position, self._tokenizer_copy), name=name)
+        return held and HeldCheckpoint(self._channel, name, held)
 
     def state_bytes(self) -> int:
         """Size of what save() writes, on all ranks together: parameters and AdamW's two moments."""
@@ -390,9 +420,8 @@ class RankedTrainingBackend:
         """Restores what save() wrote, on any number of ranks, bit for bit; accumulated gradients are
         discarded. Raises CheckpointError naming what is wrong.
         """
-        position = self._together("load", path=str(path))
-        self._steps.restore(position)
-        self._version = position.weight_version
+        self._steps.position = self._together("load", path=str(path))
+        self._steps.discard_pending()
 
 
 class PyTorchTrainingBackend(RankedTrainingBackend):
@@ -401,8 +430,9 @@ class PyTorchTrainingBackend(RankedTrainingBackend):
     `skip_zero_advantage` leaves rows out whose advantages are all 0, unless the loss has a term of KL,
     entropy or else that needs them, or is the user's own. The denominator counts them all the same; metrics
     are then means over the rows that ran. `plan` says which shortcuts are exact for the model; None finds
-    that out with the first batch. A model with a scalar head (rollouts.models.scalar_head) trains alike:
-    where others have the log-prob of a token, it has its value at the position before.
+    that out with the first batch. A model with a scalar head (rollouts.models.layers) trains alike:
+    where others have the log-prob of a token, it has its value at the position before. `trainer`: one that is
+    made of the parts already, and of an adapter.
     """
 
     def __init__(
@@ -413,18 +443,15 @@ class PyTorchTrainingBackend(RankedTrainingBackend):
         *,
         plan: ForwardPlan | None = None,
         autocast_dtype: torch.dtype | None = None,
-        adapter: Adapter | None = None,
-        start: Adapter | None = None,
+        trainer: Trainer | None = None,
         **settings: Unpack[BackendSettings],
     ) -> None:
-        trainer = Trainer(
+        trainer = trainer or Trainer(
             model,
             optimizer,
             Ranks(0, 1, 1, model.device),
             plan,
             check_open=device_thread.check_open,
             autocast_dtype=autocast_dtype,
-            adapter=adapter,
-            start=start,
         )
         super().__init__(trainer, NoOtherRanks(), device_thread, **settings)

@@ -58,7 +58,7 @@ def resume_training(
     CheckpointError if all checkpoints are damaged.
     """
     path = choose_checkpoint(RunDir(directory).stage_checkpoints(STAGE), config_hash=None, report=print)
-    if path is None:
+    if not path:
         return 0, {}
     ranks = Ranks(0, 1, 1, find_device(model))
     loaded = read_state(path, model, ranks)

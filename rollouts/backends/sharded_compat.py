@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 def list_groups(model: torch.nn.Module) -> list[Any]:
     """Every group of parameters that FSDP gathers and reduces together."""
-    groups: list[Any] = []
+    groups = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
@@ -18,7 +18,7 @@ def list_groups(model: torch.nn.Module) -> list[Any]:
                 if hasattr(state, "_fsdp_param_groups")
                 else [state._fsdp_param_group]
             )
-    return [group for group in groups if group is not None]
+    return [group for group in groups if group]
 
 
 def reduce_unused(root: torch.nn.Module) -> None:
@@ -49,25 +49,21 @@ def reset_iteration(root: torch.nn.Module) -> None:
     A root that has not run yet has nothing to forget.
     """
     module = cast(FSDPModule, root)
-    state = module._get_fsdp_state()
-    if not state._is_root:  # None before the first forward
+    own: Any = module._get_fsdp_state()
+    if not own._is_root:  # None before the first forward
         return
     if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()
-    else:
-        _reset_iteration(state)
-
-
-def _reset_iteration(root: Any) -> None:
-    """As FSDPState._reset_iter_state of torch 2.13."""
+        return
+    # as FSDPState._reset_iter_state of torch 2.13
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-    comm = root._comm_ctx
-    stream = root._device_handle.current_stream()
+    comm = own._comm_ctx
+    stream = own._device_handle.current_stream()
     single = hasattr(comm, "reduce_scatter_state")  # 2.11
     reducing = [comm.reduce_scatter_state] if single else list(comm.reduce_scatter_states)
     for held in (comm.all_gather_state, *reducing):
-        if held is not None and held.event is not None:
+        if held and held.event:
             stream.wait_event(held.event)
     comm.all_gather_state = None
     if single:
@@ -75,17 +71,16 @@ def _reset_iteration(root: Any) -> None:
     else:
         comm.reduce_scatter_states.clear()
     comm.post_forward_order.clear()
-    for state in root._state_ctx.all_states:
+    for state in own._state_ctx.all_states:
         state._modules_to_run_forward.clear()
         state._training_state = TrainingState.IDLE
-        groups = [state._fsdp_param_group] if single else state._fsdp_param_groups
-        for group in filter(None, groups):
+        for group in filter(None, [state._fsdp_param_group] if single else state._fsdp_param_groups):
             group.finalize_backward()  # waits for what this group has in flight
-            if group._reshard_after_forward_event is not None:
+            if group._reshard_after_forward_event:
                 group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
                 group._reshard_after_forward_event = None
             group._partial_reduce_output = None
             group._training_state = TrainingState.IDLE
             group._to_sharded()
-    root._state_ctx.iter_forward_root = None
-    root._state_ctx.post_backward_final_callback_queued = False
+    own._state_ctx.iter_forward_root = None
+    own._state_ctx.post_backward_final_callback_queued = False

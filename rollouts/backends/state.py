@@ -17,8 +17,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -28,17 +29,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from rollouts.errors import BackendError, CheckpointError
-from rollouts.models.export import Bucket
-from rollouts.models.lora import Adapter, list_trained
-from rollouts.models.safetensors_file import write_safetensors
+from rollouts.models.export import Bucket, split_buckets, write_safetensors
+from rollouts.models.lora import Adapter, Trained, list_trained
 from rollouts.models.sharded import compute_local_slices, get_local
 from rollouts.ranks.meet import Ranks
 from rollouts.run_dir import checkpoint_state_dir, fsync_path
-from rollouts.weight_sync.flat_buckets import split_buckets
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 # --- whole weights and shards -------------------------------------------------------------------------------
 
@@ -48,7 +43,7 @@ BUCKET_BYTES = 256 * 2**20
 RANK_BUCKET_BYTES = 8 * 2**20
 
 
-def check_weights(trained: PreTrainedModel | Adapter, weights: Mapping[str, Tensor]) -> None:
+def check_weights(trained: Trained, weights: Mapping[str, Tensor]) -> None:
     """Raises BackendError naming the weights that are missing, unknown or of another shape. A tied weight may
     come under each of its names.
     """
@@ -66,27 +61,23 @@ def check_weights(trained: PreTrainedModel | Adapter, weights: Mapping[str, Tens
         raise BackendError(f"{len(wrong)} weights do not fit: {'; '.join(wrong[:5])}; nothing was loaded")
 
 
-def _pad_shard(parameter: Tensor, num_shards: int) -> Tensor:
-    """This rank's rows, flat, with zeros behind them to as many as the first shard has: torch cuts as
-    torch.chunk does, and the last shards have fewer or none.
-    """
-    assert isinstance(parameter, DTensor) and parameter.placements[-1] == Shard(0), parameter
-    rows, count = get_local(parameter), -(-parameter.shape[0] // num_shards)
-    return torch.cat([rows, rows.new_zeros((count - len(rows), *rows.shape[1:]))]).flatten()
-
-
 def gather_bucket(ranks: Ranks, bucket: Bucket, *, to: int = 0) -> Bucket | None:
     """On rank `to` the whole tensors of a bucket of one dtype, by one collective; None on the others.
 
-    Every shard is padded to the first one's rows. Ranks of another replica than that of `to` give nothing.
+    Every shard is padded to the first one's rows: torch cuts as torch.chunk does, and the last shards have
+    fewer or none. Ranks of another replica than that of `to` give nothing.
     """
     if not isinstance(bucket[0][1], DTensor):  # every rank has all of it
         return [(name, parameter.detach()) for name, parameter in bucket] if ranks.rank == to else None
     if ranks.rank // ranks.num_shards != to // ranks.num_shards:
         return None
-    pieces = [_pad_shard(parameter, ranks.num_shards) for _, parameter in bucket]
+    pieces = []
+    for _, parameter in bucket:
+        assert isinstance(parameter, DTensor) and parameter.placements[-1] == Shard(0), parameter
+        rows, count = get_local(parameter), -(-parameter.shape[0] // ranks.num_shards)
+        pieces += [torch.cat([rows, rows.new_zeros((count - len(rows), *rows.shape[1:]))]).flatten()]
     mine = torch.cat(pieces)
-    blocks = list(mine.new_empty((ranks.num_shards, len(mine))).unbind(0)) if ranks.rank == to else None
+    blocks = list(mine.new_empty(ranks.num_shards, len(mine))) if ranks.rank == to else None
     dist.gather(mine, blocks, dst=to, group=ranks.shard_mesh.get_group())
     if blocks is None:
         return None
@@ -105,17 +96,17 @@ def gather_parts(ranks: Ranks, parts: Sequence[Bucket], take: Callable[[Bucket],
     """
     failure: Exception | None = None
     buckets = [split_buckets(part, RANK_BUCKET_BYTES) for part in parts]
-    for turn in range(max(len(mine) for mine in buckets)):
-        own: Bucket | None = None
-        for rank, theirs in enumerate(buckets):
-            if turn < len(theirs):
-                own = gather_bucket(ranks, theirs[turn], to=rank) or own
+    for turn in zip_longest(*buckets):
+        own = None
+        for rank, bucket in enumerate(turn):
+            if bucket:
+                own = gather_bucket(ranks, bucket, to=rank) or own
         try:
-            if own is not None and failure is None:
+            if own and not failure:
                 take(own)
         except Exception as error:
             failure = error
-    if failure is not None:
+    if failure:
         raise failure
 
 
@@ -123,7 +114,7 @@ def scatter_weight(ranks: Ranks, parameter: Tensor, weight: Tensor | None) -> No
     """Copies rank 0's `weight` into a parameter, each rank its own rows."""
     local = get_local(parameter)
     whole = local.new_empty(parameter.shape) if weight is None else weight.to(local).contiguous()
-    if ranks.mesh is not None:  # whole for a moment, as in a forward pass
+    if ranks.mesh:  # whole for a moment, as in a forward pass
         dist.broadcast(whole, src=0)
     local.copy_(whole[compute_local_slices(parameter)])
 
@@ -194,7 +185,7 @@ class HeldState(NamedTuple):
 
 
 def hold_state(
-    trained: PreTrainedModel | Adapter,
+    trained: Trained,
     optimizer: torch.optim.Optimizer,
     position: Position,
     ranks: Ranks,
@@ -233,18 +224,22 @@ class LoadedState(NamedTuple):
         set_random_states(self.random_states, device)
 
 
-def read_state(checkpoint: Path, trained: PreTrainedModel | Adapter, ranks: Ranks) -> LoadedState:
+def read_state(checkpoint: Path, trained: Trained, ranks: Ranks) -> LoadedState:
     """This rank's part of what any number of ranks saved. No communication.
 
     Raises CheckpointError naming file and field, on every rank the same but where a disk fails.
     """
     folder = checkpoint_state_dir(checkpoint)
     files = open_optimizer_files(folder)
-    position = read_position(folder / BACKEND_FILE)
+    file = folder / BACKEND_FILE
+    try:
+        position = msgspec.json.decode(file.read_bytes(), type=Position)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); {WAY_OUT}") from error
     random_states = read_random_states(files, ranks.rank, ranks.device)
     parameters = list_trained(trained)
-    names = {key.partition("/")[2] for file in files for key in file.shapes if not key.startswith("rng/")}
-    states: dict[Tensor, dict[str, Tensor]] = {}
+    names = {key.partition("/")[2] for one in files for key in one.shapes if not key.startswith("rng/")}
+    states = {}
     for name in sorted(names):
         if name not in parameters:
             raise CheckpointError(
@@ -273,13 +268,12 @@ def open_optimizer_files(folder: Path) -> list[OptimizerFile]:
     that is missing, of another save or damaged.
     """
     found = {path.name for path in folder.glob("optimizer*")}
-    counts = [int(match[1]) for name in found if (match := SHARD_NAME.fullmatch(name))]
-    world_size = min(counts, default=1)
+    world_size = min((int(match[1]) for match in map(SHARD_NAME.fullmatch, found) if match), default=1)
     wanted = [name_optimizer_file(rank, world_size) for rank in range(world_size)]
     for name in sorted(found ^ set(wanted)):
         what = "is missing" if name in wanted else "is of another save"
         raise CheckpointError(f"{folder / name} {what}; {world_size} ranks saved the optimizer; {WAY_OUT}")
-    files: list[OptimizerFile] = []
+    files = []
     for path in (folder / name for name in wanted):
         try:
             content = safe_open(path, framework="pt")
@@ -337,7 +331,7 @@ def read_random_states(files: Sequence[OptimizerFile], rank: int, device: torch.
     """The states that this rank's generators go on with. Raises CheckpointError if torch refuses one."""
     file = files[rank % len(files)]
     kinds = {CPU_RNG: torch.device("cpu")} | ({CUDA_RNG: device} if device.type == "cuda" else {})
-    found: dict[str, Tensor] = {}
+    found = {}
     for key in kinds.keys() & file.shapes.keys():
         state, generator = file.content.get_tensor(key), torch.Generator(kinds[key])
         try:
@@ -351,11 +345,3 @@ def read_random_states(files: Sequence[OptimizerFile], rank: int, device: torch.
             generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         found[key] = generator.get_state()
     return found
-
-
-def read_position(path: Path) -> Position:
-    """The counters of the backend. Raises CheckpointError naming one that is missing or no number."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Position)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); {WAY_OUT}") from error

@@ -19,12 +19,11 @@ import copy
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ from torch.distributed.fsdp import (
 
 from rollouts.backends.captures import HeldPart, hold_together, save_together
 from rollouts.backends.sharded_compat import list_groups, reduce_unused, reset_iteration
-from rollouts.backends.shares import Portion, Share, decode_share, encode_share
+from rollouts.backends.shares import CLIP_EPS, ComputedLoss, Portion, Share, check_count, compute_loss
 from rollouts.backends.state import (
     BUCKET_BYTES,
     RANK_BUCKET_BYTES,
@@ -50,15 +49,29 @@ from rollouts.backends.state import (
     scatter_weight,
     set_random_states,
 )
-from rollouts.backends.steps import CLIP_EPS, ComputedLoss, collect_gradients, compute_loss
+from rollouts.codec import decode, encode, pack_metrics, unpack_metrics
 from rollouts.crash_points import reach
+from rollouts.data.packing import MicroBatch
 from rollouts.errors import BackendError, CheckpointError, DenominatorMismatch, ModelError
 from rollouts.losses import LossFn, resolve_loss, wants_entropy_gradient
-from rollouts.models.forward_plan import log_plan, plan_forward
+from rollouts.models.export import split_buckets
+from rollouts.models.forward_plan import (
+    ForwardPlan,
+    TokenOutputs,
+    compute_micro_batch_outputs,
+    log_plan,
+    plan_forward,
+)
 from rollouts.models.layers import find_layers
-from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
-from rollouts.models.lora import Adapter, check_reached, list_trained, route_all, use_adapters
-from rollouts.models.lora_files import load_adapter
+from rollouts.models.lora import (
+    Adapter,
+    Trained,
+    check_reached,
+    list_trained,
+    load_adapter,
+    route_all,
+    use_adapters,
+)
 from rollouts.models.sharded import get_local, load_sharded_weights, reshard
 from rollouts.protocols import WeightSink
 from rollouts.ranks.meet import (
@@ -71,8 +84,7 @@ from rollouts.ranks.meet import (
     run_agreed,
     scatter_bytes,
 )
-from rollouts.types import FloatArray, Metric, Metrics, merge_metrics
-from rollouts.weight_sync.flat_buckets import split_buckets
+from rollouts.types import FloatArray, LossSpec, Metrics, merge_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,15 +109,12 @@ def shard_model(model: PreTrainedModel, ranks: Ranks, *, cpu_offload: bool) -> N
     rounds for each product alone. cpu_offload: shards and reduced gradients lie in pinned host memory; for
     ranks on GPUs.
     """
-    assert ranks.mesh is not None
+    assert ranks.mesh
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    for layer in find_layers(model):
-        fully_shard(layer, mesh=ranks.mesh, offload_policy=offload)
-    fully_shard(model, mesh=ranks.mesh, offload_policy=offload)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # denominators are global: gradients of the ranks add up
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply before it sums
+    for module in (*find_layers(model), model):
+        divided = fully_shard(module, mesh=ranks.mesh, offload_policy=offload)
+        divided.set_gradient_divide_factor(1.0)  # denominators are global: gradients of the ranks add up
+        divided.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply before it sums
     reduce_unused(model)  # one rank's tokens may pass by an expert that another's use: both must reduce it
     setattr(model, RUN, types.MethodType(lambda self, work: work(), model))
     register_fsdp_forward_method(model, RUN)
@@ -161,12 +170,15 @@ def discard_iteration(model: torch.nn.Module) -> None:
 # --- the trainer --------------------------------------------------------------------------------------------
 
 
-METRIC_KINDS = {kind.__name__: kind for kind in get_args(Metric)}
 Saved = tuple[Position, Any]
 """Rank 0's position and tokenizer."""
 NOTHING = Position(0, 0, 0), None
 Shares = Sequence[Share] | None
 """Rank 0's: one for each rank. None on the others."""
+
+
+Told = tuple[Any, FloatArray]
+"""What a rank tells of its share: what pack_metrics gives, and its trace [3, M]."""
 
 
 class ShareResult(NamedTuple):
@@ -197,23 +209,23 @@ class Trainer:
     adapter: Adapter | None = None
     # the adapter that training started from, as it was; None: none, or it was new
     start: Adapter | None = None
-    # torch's as of the last completed step, so that a step that is given up and repeated draws the same
-    # numbers; empty: no step began yet
-    _random_states: Mapping[str, Tensor] = field(default_factory=dict)
-    # copies of what trains and of the optimizer's state, from hold() to revert()
-    _held: tuple[Mapping[torch.nn.Parameter, Tensor], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         self.model.eval()  # dropout would make its log-probs another policy's
+        # torch's as of the last completed step, so that a step that is given up and repeated draws the same
+        # numbers; empty: no step began yet
+        self._random_states: Mapping[str, Tensor] = {}
+        # copies of what trains and of the optimizer's state, from hold() to revert()
+        self._held: tuple[Mapping[torch.nn.Parameter, Tensor], Mapping[str, Any]] | None = None
 
     @property
-    def trained(self) -> PreTrainedModel | Adapter:
+    def trained(self) -> Trained:
         """What training is about."""
         return self.adapter or self.model
 
     def find_plan(self) -> ForwardPlan:
         """Which shortcuts are exact for the model."""
-        if self.plan is None:
+        if not self.plan:
             self.plan = plan_forward(self.model)
             log_plan(self.model, self.plan)
         return self.plan
@@ -235,75 +247,62 @@ class Trainer:
         self.discard()
         self._note_random_states()
 
+    def begin(self) -> None:
+        """Notes the random states before the first step."""
+        if not self._random_states:
+            self._note_random_states()
+
     def _note_random_states(self) -> None:
         self._random_states = copy_random_states(self.ranks.device)
 
     # --- batches
 
-    def forward_backward(self, shares: Shares) -> ShareResult:
-        """Adds the gradient of sum / denominator to what has accumulated."""
-        with use_adapters(self.model, route_all(self.adapter), training=True):
-            return self._forward_backward(shares)
-
-    def _forward_backward(self, shares: Shares) -> ShareResult:
-        if not self._random_states:
-            self._note_random_states()
+    def forward_backward(self, shares: Shares, *, gradient: bool = True) -> ShareResult:
+        """Adds the gradient of sum / denominator to what has accumulated; without `gradient` only says what
+        the loss is.
+        """
+        self.begin()
         share = self._receive_share(shares)
         spec = share.spec
-        assert spec is not None
+        assert spec
         loss_fn = run_agreed(self.ranks, lambda: resolve_loss(spec.name)).value
         total = count = 0.0
-        metrics: list[Metrics] = []
-        traces: list[Tensor] = []
-        for number, portion in enumerate(share.portions):
-            if isinstance(self.model, FSDPModule):
-                last = number == len(share.portions) - 1
-                self.model.set_requires_gradient_sync(self.reduce_each or last)
-            flat = self._compute_outputs(portion, share)
-            computed, sums = self._agree_on_loss(flat, portion, share, loss_fn)
-            total += float(sums[:, 0].sum())
-            count += float(sums[:, 1].sum())
-            if not math.isfinite(total):
-                self.discard()
-                return ShareResult(total, {})
-            (computed.sum / share.denominator).backward()
-            if portion.counts:
-                metrics.append(computed.metrics)
-            if computed.trace is not None:
-                traces.append(computed.trace.read())
-            del flat, computed  # what the graph holds is free before the next forward
+        metrics, traces = list[Metrics](), list[Tensor]()
+        routes = route_all(self.adapter)
+        with torch.set_grad_enabled(gradient), use_adapters(self.model, routes, training=gradient):
+            for number, portion in enumerate(share.portions):
+                if isinstance(self.model, FSDPModule):
+                    last = number == len(share.portions) - 1
+                    self.model.set_requires_gradient_sync(self.reduce_each or last)
+                computed, sums = self._agree_on_loss(portion, share, loss_fn)
+                total += float(sums[:, 0].sum())
+                count += float(sums[:, 1].sum())
+                if not math.isfinite(total):
+                    if gradient:
+                        self.discard()
+                    reshard(self.model)
+                    return ShareResult(total, {})
+                if gradient:
+                    (computed.sum / share.denominator).backward()
+                if portion.counts:
+                    metrics.append(computed.metrics)
+                if computed.trace:
+                    traces.append(computed.trace.read())
+                del computed  # what the graph holds is free before the next forward
         reshard(self.model)
-        expected = share.expected_count
-        if not math.isclose(count, expected, rel_tol=1e-6):  # on all ranks or on none
-            raise AgreedFailure(
-                DenominatorMismatch(
-                    f"loss {spec.name!r} counted {count:g} {spec.unit} where the batch has {expected:g}; its"
-                    " count must be that of its unit"
-                )
-            )
+        try:
+            check_count(count, share.expected_count, spec)
+        except DenominatorMismatch as error:  # on all ranks or on none
+            raise AgreedFailure(error) from None
 
-        def encode() -> bytes:
-            mine = {
-                name: (type(metric).__name__, *map(float, metric))
-                for name, metric in merge_metrics(metrics).items()
-            }
+        def encode_own() -> bytes:
             arrays = [np.zeros((3, 0), np.float32), *(trace.cpu().numpy() for trace in traces)]
-            return msgspec.msgpack.encode((mine, np.concatenate(arrays, axis=1).tobytes()))
+            return encode((pack_metrics(merge_metrics(metrics)), np.concatenate(arrays, axis=1)))
 
-        encoded = run_agreed(self.ranks, encode).value
-        parts = [msgspec.msgpack.decode(part) for part in all_gather_bytes(self.ranks, encoded)]
-        merged = run_agreed(
-            self.ranks,
-            lambda: merge_metrics(
-                [
-                    {name: METRIC_KINDS[kind](*values) for name, (kind, *values) in theirs.items()}
-                    for theirs, _ in parts
-                ]
-            ),
-        ).value
-        return ShareResult(
-            total, merged, [np.frombuffer(block, np.float32).reshape(3, -1) for _, block in parts]
-        )
+        gathered = all_gather_bytes(self.ranks, run_agreed(self.ranks, encode_own).value)
+        theirs, blocks = zip(*(decode(one, Told, max_axes=2) for one in gathered), strict=True)
+        merged = run_agreed(self.ranks, lambda: merge_metrics([*map(unpack_metrics, theirs)])).value
+        return ShareResult(total, merged, blocks)
 
     def forward(self, shares: Shares, *, start: bool = False) -> list[FloatArray]:
         """Of each rank, [2, sum of N]: log-probs and entropies (of a scalar head: values, twice) of its
@@ -312,35 +311,39 @@ class Trainer:
         """
         share = self._receive_share(shares)
         found = [np.zeros((2, 0), np.float32)]
-        adapter = self.start if start else self.adapter
-        with torch.no_grad(), use_adapters(self.model, route_all(adapter)):
+        routes = route_all(self.start if start else self.adapter)
+        with torch.no_grad(), use_adapters(self.model, routes):
             for portion in share.portions:
                 run_agreed(self.ranks, self.check_open)
-                values, entropy = self._compute_outputs(portion, share)
-                both = torch.stack([values, values if entropy is None else entropy])
-                found.append(both.float().cpu().numpy())
+                values, entropy = self.compute_outputs(portion.micro_batch, share.temperature)
+                found.append(
+                    torch.stack([values, values if entropy is None else entropy]).float().cpu().numpy()
+                )
         reshard(self.model)
         blocks = all_gather_bytes(self.ranks, np.concatenate(found, axis=1).tobytes())
         return [np.frombuffer(block, np.float32).reshape(2, -1) for block in blocks]
 
     def _receive_share(self, shares: Shares) -> Share:
         if self.ranks.world_size == 1:
-            assert shares is not None
+            assert shares
             return shares[0]
         encoded = run_agreed(
-            self.ranks, lambda: None if shares is None else [encode_share(share) for share in shares]
+            self.ranks, lambda: None if shares is None else [encode(share) for share in shares]
         )
-        return decode_share(scatter_bytes(self.ranks, encoded.value))
+        return decode(scatter_bytes(self.ranks, encoded.value), Share, max_axes=2)
 
-    def _compute_outputs(self, portion: Portion, share: Share) -> TokenOutputs:
-        spec, plan = share.spec, self.find_plan()
+    def compute_outputs(
+        self, micro_batch: MicroBatch, temperature: float, spec: LossSpec | None = None
+    ) -> TokenOutputs:
+        """What the model, and the adapters that are active, say of a micro-batch, as a loss needs it."""
+        plan = self.find_plan()
 
         def compute() -> TokenOutputs:
             return compute_micro_batch_outputs(
                 self.model,
-                portion.micro_batch,
+                micro_batch,
                 plan=plan,
-                temperature=share.temperature,
+                temperature=temperature,
                 autocast_dtype=self.autocast_dtype,
                 entropy_gradient=spec is not None and wants_entropy_gradient(spec.name, spec.params),
             )
@@ -349,47 +352,62 @@ class Trainer:
         return compute() if plan.head == "whole" else run_unsharded(self.model, compute)
 
     def _agree_on_loss(
-        self, flat: TokenOutputs, portion: Portion, share: Share, loss_fn: LossFn
+        self, portion: Portion, share: Share, loss_fn: LossFn
     ) -> tuple[ComputedLoss, FloatArray]:
         """This rank's loss, and every rank's (sum, count) [W, 2]."""
+        spec = share.spec
+        flat = self.compute_outputs(portion.micro_batch, share.temperature, spec)
         reach("train.before_agreement")
 
         def work() -> ComputedLoss:
             self.check_open()
-            if not portion.counts:
+            if not (portion.counts and spec):
                 return ComputedLoss(flat.log_probs.sum() * 0.0, 0.0, {})
-            assert share.spec is not None
-            return compute_loss(flat, portion, loss_fn, share.spec)
+            return compute_loss(flat, portion, loss_fn, spec, gradient=torch.is_grad_enabled())
 
         return run_agreed(self.ranks, work, lambda found: (float(found.sum.detach()), found.count), count=2)
 
     # --- the optimizer
 
-    def optim_step(self, _: None, *, lr: float, max_grad_norm: float | None) -> float:
+    def optim_step(self, _: None, *, settings: dict[str, Any], max_grad_norm: float | None) -> float:
         """The gradient's norm over all ranks, before clipping. Where it is not finite nothing changes but
-        that the gradient is gone.
+        that the gradient is gone. settings: of AdamW, for this step; weight_decay is of matrices.
         """
         self._note_random_states()
-        # of an adapter, which FSDP knows nothing of, every rank has all
-        whole, trained = self.adapter is not None, list_trained(self.trained)
-        gradients = [get_local(gradient) for gradient in collect_gradients(trained, every=whole)]
-        counts = self.ranks.first_replica
-        if self.adapter is not None:
+        parameters = [one for one in list_trained(self.trained).values() if one.requires_grad]
+        # zeros where no row ran at all, and of an adapter where none ran of a parameter's, as an expert's:
+        # AdamW moves a parameter with a zero gradient and passes over one without
+        if self.adapter or all(one.grad is None for one in parameters):
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        gradients = [get_local(one.grad) for one in parameters if one.grad is not None]
+        counts = self.ranks.first_replica  # of an adapter, which FSDP knows nothing of, every rank has all
+        if self.adapter:
             run_agreed(self.ranks, partial(check_reached, self.adapter))
             all_reduce(self.ranks, gradients)
             counts = self.ranks.rank == 0
-        mine = float(torch.nn.utils.get_total_norm(gradients))
         # in one order on every rank, so that all have the same bits; a replica's part counts once
-        norms = all_gather_floats(self.ranks, [mine if counts else 0.0])
+        norms = all_gather_floats(
+            self.ranks, [float(torch.nn.utils.get_total_norm(gradients)) if counts else 0.0]
+        )
         norm = math.sqrt(float(np.square(norms[:, 0]).sum()))
         if math.isfinite(norm):
             if max_grad_norm is not None and norm > max_grad_norm:
                 # by a number, in each gradient's own precision: a tensor of the norm would be float32
                 cast(Any, torch)._foreach_mul_(gradients, max_grad_norm / (norm + CLIP_EPS))
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            groups = self.optimizer.param_groups
+            self.optimizer.param_groups = [
+                group | settings | {"weight_decay": group["weight_decay"]}
+                if all(weight.ndim < 2 for weight in group["params"])
+                else group | settings
+                for group in groups
+            ]
             reach("train.before_optim_step")
-            self.optimizer.step()
+            try:
+                self.optimizer.step()
+            finally:
+                self.optimizer.param_groups = groups
             reach("train.after_optim_step")
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -410,7 +428,7 @@ class Trainer:
         """Weights and optimizer are as of the last hold(), whose copy is used up; gradients are discarded.
         Does not communicate. Raises AgreedFailure if there is none.
         """
-        if self._held is None:
+        if not self._held:
             raise AgreedFailure(BackendError("revert() needs a hold() before it, and each its own"))
         self.discard()
         (weights, state), self._held = self._held, None
@@ -424,10 +442,10 @@ class Trainer:
         """Hands every parameter to rank 0's `sink`, bucket by bucket. The others hold no more than their
         shards.
         """
-        size = BUCKET_BYTES if self.ranks.mesh is None else RANK_BUCKET_BYTES
+        size = RANK_BUCKET_BYTES if self.ranks.mesh else BUCKET_BYTES
         for bucket in split_buckets(list_trained(self.trained).items(), size):
             whole = gather_bucket(self.ranks, bucket)
-            run_agreed(self.ranks, lambda whole=whole: None if sink is None or whole is None else sink(whole))
+            run_agreed(self.ranks, lambda whole=whole: sink and whole and sink(whole))
 
     def load_weights(self, weights: Mapping[str, Tensor] | None) -> None:
         """Replaces all parameters by rank 0's `weights`. Raises AgreedFailure before anything is copied."""
@@ -456,7 +474,7 @@ class Trainer:
 
         def load_weights() -> None:
             try:
-                if self.adapter is None:
+                if not self.adapter:
                     load_sharded_weights(self.model, Path(path), device=self.ranks.device)
                 else:
                     load_adapter(self.adapter, Path(path))

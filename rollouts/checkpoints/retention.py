@@ -4,10 +4,10 @@ whatever ended it. Blocking: run it in a thread.
 
 import math
 import os
-import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from shutil import rmtree
 
 from rollouts.checkpoints.load import (
     Report,
@@ -36,7 +36,7 @@ def apply_retention(stage_dir: Path, keep_last: int, scores: Mapping[int, float]
     for step in steps:
         hidden = move_aside(paths[step])
         reach("checkpoint.retention_hidden")
-        shutil.rmtree(hidden)
+        rmtree(hidden)
     reach("checkpoint.retention_done")
     return steps
 
@@ -55,7 +55,7 @@ def read_scores(run_dir: RunDir, stage: str, metric: str, report: Report) -> dic
                 f"{run_dir.evaluations}: step={row.get('step')!r}, attempt={row.get('attempt')!r} must be"
                 " whole numbers; no best by this row"
             )
-    scores: dict[int, float] = {}
+    scores = {}
     for row in newest_attempts(drop_outdated(scored, read_rows(run_dir.metrics))):
         value = row[metric]
         if type(value) in (int, float) and math.isfinite(value):
@@ -74,7 +74,7 @@ def remove_incomplete(stage_dir: Path) -> list[Path]:
     """
     leftovers = sorted(stage_dir.glob(f"{TEMPORARY_PREFIX}*"))
     for leftover in leftovers:
-        shutil.rmtree(leftover)
+        rmtree(leftover)
     return leftovers
 
 
@@ -91,7 +91,7 @@ def choose_checkpoint(stage_dir: Path, *, config_hash: str | None, report: Repor
     for a person to decide. OSError if something cannot be renamed or removed. Only when nobody is saving into
     `stage_dir`.
     """
-    problems: list[str] = []
+    problems = []
 
     def note(line: str) -> None:
         problems.append(line)

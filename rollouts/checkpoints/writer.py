@@ -32,18 +32,8 @@ from rollouts.types import JSONValue, check_json, encode_json
 
 # of a checkpoint besides tensors, and room for the rows that are written meanwhile
 DISK_MARGIN_BYTES = 1 << 20
-
-
-class HeldCopy(Protocol):
-    """A copy of a backend's state."""
-
-    async def __call__(self, path: Path) -> None:
-        """Writes it to a directory, once, while steps run."""
-        ...
-
-    def drop(self) -> None:
-        """Frees it, if it was not written. Returns at once."""
-        ...
+Writes = Sequence[tuple[str, WriteModel]]
+"""What writes into a checkpoint, with the folder of it into which each does; "": the checkpoint itself."""
 
 
 class SavingBackend(TrainingBackend, Protocol):
@@ -54,7 +44,9 @@ class SavingBackend(TrainingBackend, Protocol):
         ...
 
     def capture(self) -> TrainFuture[Any]:
-        """What save() would write now, as a HeldCopy; None: there is no room for it."""
+        """What save() would write now; None: there is no room for it. Awaiting what it is called with, a
+        directory, writes it, once, while steps run; `drop()` frees it at once, if it was not written.
+        """
         ...
 
 
@@ -82,7 +74,7 @@ def retain(run_dir: RunDir, stage: str, keep: Keep, warn: Report) -> None:
         warn(f"warning: old checkpoints could not be removed and take up space: {error}")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class CheckpointWriter:
     """Saves the checkpoints of one stage. Made by open_checkpoint_writer."""
 
@@ -103,7 +95,7 @@ class CheckpointWriter:
         state: Mapping[str, JSONValue],
         *,
         last: bool = False,
-        write_more: Sequence[WriteModel] = (),
+        write_more: Writes = (),
     ) -> None:
         """Saves `step`, completed and idle, with the loop's `state`, which is read before training goes on,
         and what `write_more` puts beside the backends' files.
@@ -120,11 +112,21 @@ class CheckpointWriter:
             if held is None:
                 copies.close()
                 await self._save_now(write, last=last)
-            else:
-                self._written = trio.Event()
-                self.nursery.start_soon(
-                    self._save_beside, partial(write, held), copies.pop_all(), self._written
-                )
+                return
+            kept, written = copies.pop_all(), trio.Event()
+            self._written = written
+
+            async def save_beside() -> None:
+                with trio.CancelScope(shield=True), kept:  # it ends by itself: threads that write files
+                    try:
+                        await write(held)
+                    except StorageError as error:
+                        then = "; training goes on and the next checkpoint is saved as usual"
+                        self._note_failure(error, then)
+                    finally:
+                        written.set()
+
+            self.nursery.start_soon(save_beside)
 
     async def is_saved(self, step: int) -> bool:
         """Whether the checkpoint of `step` is in place, once no save is at work; of step 0, which is none, it
@@ -145,39 +147,24 @@ class CheckpointWriter:
         failed, self._failed = self._failed, 0
         return {"checkpoint/failed": failed} if failed else {}
 
-    def warn_if_tight(self) -> None:
-        """Warns when the disk has no room for two checkpoints: the next is written before the last one may
-        go.
-        """
-        root = self.run_dir.root.absolute()
-        folder = next(path for path in (root, *root.parents) if path.is_dir())
-        free, needed = shutil.disk_usage(folder).free, 2 * self._expected_bytes()
-        if free < needed:
-            self.warn(
-                f"warning: {folder} has {format_bytes(free)} free and two checkpoints of this model take"
-                f" {format_bytes(needed)}; a save that finds no room fails and training goes on: free space,"
-                " or name another directory with --output.dir DIR"
-            )
-
-    def _expected_bytes(self) -> int:
+    def expected_bytes(self) -> int:
+        """What a checkpoint takes on disk, at most."""
         return sum(backend.state_bytes() for backend in self.backends.values()) + DISK_MARGIN_BYTES
 
-    async def _capture(self, copies: ExitStack) -> list[WriteModel] | None:
+    async def _capture(self, copies: ExitStack) -> Writes | None:
         """What writes a copy of each backend, which `copies` frees; None if there is no room for one."""
-        writes: list[WriteModel] = []
+        writes = []
         for folder, backend in self.backends.items():
-            held: HeldCopy | None = await backend.capture().result()
+            held = await backend.capture().result()
             if held is None:
                 return None
             copies.callback(held.drop)
-            writes.append(write_into(folder, held))
+            writes.append((folder, held))
         return writes
 
-    async def _save_now(
-        self, write: Callable[[Sequence[WriteModel]], Awaitable[None]], *, last: bool
-    ) -> None:
+    async def _save_now(self, write: Callable[[Writes], Awaitable[None]], *, last: bool) -> None:
         writes = [
-            write_into(folder, lambda path, backend=backend: backend.save(path).result())
+            (folder, lambda path, backend=backend: backend.save(path).result())
             for folder, backend in self.backends.items()
         ]
         for tries_left in (1, 0) if last else (0,):
@@ -191,27 +178,17 @@ class CheckpointWriter:
                 if last and not tries_left:
                     raise
 
-    async def _save_beside(
-        self, write: Callable[[], Awaitable[None]], copies: ExitStack, done: trio.Event
-    ) -> None:
-        with trio.CancelScope(shield=True), copies:  # it ends by itself: threads that write files
-            try:
-                await write()
-            except StorageError as error:
-                self._note_failure(error, "; training goes on and the next checkpoint is saved as usual")
-            finally:
-                done.set()
-
     async def _write(
         self,
         step: int,
         state: Mapping[str, JSONValue],
-        write_more: Sequence[WriteModel],
-        writes: Sequence[WriteModel],
+        write_more: Writes,
+        writes: Writes,
     ) -> None:
         async def write_model(path: Path) -> None:
-            for write in (*writes, *write_more):
-                await write(path)
+            for folder, write in (*writes, *write_more):
+                (path / folder).mkdir(exist_ok=True)
+                await write(path / folder)
 
         with self.spans.measure("checkpoint_write", CHECKPOINTS):
             await save_checkpoint(
@@ -221,23 +198,13 @@ class CheckpointWriter:
                 stage=self.stage,
                 step=step,
                 config_hash=self.config_hash,
-                expected_bytes=self._expected_bytes(),
+                expected_bytes=self.expected_bytes(),
             )
         await trio.to_thread.run_sync(retain, self.run_dir, self.stage, self.keep, self.warn)
 
     def _note_failure(self, error: StorageError, then: str) -> None:
         self._failed += 1
         self.warn(f"warning: checkpoint not saved: {error}{then}")
-
-
-def write_into(folder: str, write: WriteModel) -> WriteModel:
-    """`write`, into a folder of the directory that it is given; "": the directory itself."""
-
-    async def write_folder(path: Path) -> None:
-        (path / folder).mkdir(exist_ok=True)
-        await write(path / folder)
-
-    return write_folder
 
 
 @asynccontextmanager
@@ -255,11 +222,20 @@ async def open_checkpoint_writer(
     longer. `backends`: by the folder of a checkpoint in which each lies; "" is the checkpoint itself.
 
     `warn` takes a line about what failed and training outlives. `spans` records how long each save held
-    training up, and how long it was written.
+    training up, and how long it was written. Warns when the disk has no room for two checkpoints: the next is
+    written before the last one may go.
     """
     async with trio.open_nursery() as nursery:
         writer = CheckpointWriter(
             nursery, backends, run_dir, stage, config_hash, keep, warn, spans or SpanRecorder()
         )
-        writer.warn_if_tight()
+        root = run_dir.root.absolute()
+        folder = next(path for path in (root, *root.parents) if path.is_dir())
+        free, needed = shutil.disk_usage(folder).free, 2 * writer.expected_bytes()
+        if free < needed:
+            warn(
+                f"warning: {folder} has {format_bytes(free)} free and two checkpoints of this model take"
+                f" {format_bytes(needed)}; a save that finds no room fails and training goes on: free space,"
+                " or name another directory with --output.dir DIR"
+            )
         yield writer

@@ -2,18 +2,17 @@
 wrong name means.
 """
 
-import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple, get_args
 
 from pydantic.fields import FieldInfo
 
-from rollouts.config.aliases import ALIASES, REMOVED, find_name
 from rollouts.config.schema import RunConfig
-from rollouts.config.spelling import nearest_names
+from rollouts.config.spelling import ALIASES, REMOVED, find_name, nearest_names
 from rollouts.config.tables import NONE, Section
 from rollouts.errors import ConfigError
 
@@ -24,6 +23,9 @@ Paths in a file are relative to the file, paths on the command line to the worki
 null: the word `"none"` switches off a setting that allows it. Of several tables of one name a flag names one
 by its number: `--rl.data.0.size 100`. Settings that several tables have stand under the names of all of them.
 This page is what `python -m rollouts explain` says of the settings in `rollouts/config`."""
+
+
+OPEN_TABLE = "a table"  # whose keys the schema leaves to the user
 
 
 class ConfigKey(NamedTuple):
@@ -37,11 +39,6 @@ class ConfigKey(NamedTuple):
     section: type[Section] | None  # what a table holds; None: not a table of the schema
     default: str  # as TOML, "required" or "unset"; of a table "required", "unset" (may be absent) or ""
     meaning: str  # one line
-
-    @property
-    def takes_any_key(self) -> bool:
-        """A table whose keys the schema leaves to the user."""
-        return not self.section and self.kind == TYPES["object"]
 
 
 @cache
@@ -58,7 +55,7 @@ def _walk(section: type[Section], table: str, defaults: Section | None) -> Itera
         default = "" if inner else format_value(value)
         if field.is_required() or value is None or (inner and value == []):
             default = "required" if field.is_required() else "unset"
-        text = (inspect.getdoc(inner) or "").partition("\n\n")[0] if inner else field.description or ""
+        text = str(inner.__doc__).partition("\n\n")[0] if inner else field.description or ""
         kind = "" if inner else describe_type(schemas[name])
         yield ConfigKey(key, table, name, field, kind, inner, default, " ".join(text.split()))
         if inner:
@@ -82,7 +79,7 @@ TYPES = {
     "integer": "a whole number",
     "number": "a number",
     "boolean": "true or false",
-    "object": "a table",
+    "object": OPEN_TABLE,
     "null": '"none"',
     "string": "text",
 }
@@ -113,15 +110,14 @@ def without_numbers(dotted: str) -> str:
 
 def list_around(dotted: str) -> list[str]:
     """The key and the tables around it, the innermost first."""
-    parts = dotted.split(".")
-    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return [*accumulate(dotted.split("."), "{}.{}".format)][::-1]
 
 
 def find_key(dotted: str) -> ConfigKey | None:
     """The setting of that name; for a key that the user may choose freely, the table that holds it."""
     names = list_around(without_numbers(dotted))
-    key = next((config_keys()[name] for name in names if name in config_keys()), None)
-    return key if key and (key.key == names[0] or key.takes_any_key) else None
+    key = next(filter(None, map(config_keys().get, names)), None)
+    return key if key and (key.key == names[0] or key.kind == OPEN_TABLE) else None
 
 
 # --- which setting a wrong name means -----------------------------------------------------------------------
@@ -158,22 +154,26 @@ def explain_config(prefix: str = "", values: Mapping[str, SetValue] | None = Non
     if plain and plain not in config_keys():
         raise ConfigError(describe_unknown_key(prefix))
     if values is not None:
-        chosen = {key: value for key, value in values.items() if not prefix or prefix in list_around(key)}
-        return "".join(f"{key} = {text}  ({origin})\n" for key, (text, origin) in chosen.items())
+        return "".join(
+            f"{key} = {text}  ({origin})\n"
+            for key, (text, origin) in values.items()
+            if not prefix or prefix in list_around(key)
+        )
     # tables of one meaning, settings of one name and meaning
-    same: dict[tuple[str, str], list[ConfigKey]] = {}
+    same = {}
     for key in config_keys().values():
         if not plain or plain in list_around(key.key):
             same.setdefault(("" if key.section else key.name, key.meaning), []).append(key)
-    blocks: dict[tuple[str, ...], list[str]] = {}  # by the tables that have them, and no others
+    blocks = {}  # by the tables that have them, and no others
     for (name, meaning), keys in same.items():
         block = blocks.setdefault(tuple(key.table if name else key.key for key in keys), [])
         others = (f"; {key.default} in [{key.table}]" for key in keys if key.default != keys[0].default)
         line = f"- `{keys[0].key}` = `{keys[0].default}`: {meaning}{''.join(others)} ({keys[0].kind})"
         block.append(line if name else f"{meaning}\n")
-    pages = [] if prefix else [HEAD]
+    pages = []
     for tables, lines in blocks.items():
         heading = " ".join(f"[{table}]" for table in tables if table)
-        pages.append("\n".join([*([f"## {heading}\n"] if heading else []), *lines]).strip())
-    count = sum(bool(name) for name, _ in same)
-    return "\n\n".join([*pages, *([] if prefix else [f"{count} settings"])]) + "\n"
+        pages.append("\n".join([f"## {heading}\n" if heading else "", *lines]).strip())
+    if not prefix:
+        pages = [HEAD, *pages, f"{sum(bool(name) for name, _ in same)} settings"]
+    return "\n\n".join(pages) + "\n"

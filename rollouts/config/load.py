@@ -11,18 +11,16 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 
-from rollouts.config.aliases import ALIASES, REMOVED, find_name
 from rollouts.config.explain import (
-    ConfigKey,
+    OPEN_TABLE,
     SetValue,
     config_keys,
     describe_unknown_key,
@@ -33,7 +31,7 @@ from rollouts.config.explain import (
 )
 from rollouts.config.schema import RunConfig, SFTTrainingConfig, StageConfig
 from rollouts.config.secrets import flatten
-from rollouts.config.spelling import did_you_mean
+from rollouts.config.spelling import ALIASES, REMOVED, did_you_mean, find_name
 from rollouts.errors import ConfigError, RunDirError
 
 # On resume: what a run writes and how long it goes on, not what it computes. (Of devices, a run that promised
@@ -61,9 +59,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     return load_with_origins(path, overrides)[0]
 
 
-def load_with_origins(
-    path: Path | str, overrides: Sequence[str] = ()
-) -> tuple[RunConfig, dict[str, SetValue]]:
+def load_with_origins(path: Path | str, overrides: Sequence[str]) -> tuple[RunConfig, dict[str, SetValue]]:
     """`load_config`, and every setting's value with where it comes from. Raises ConfigError alike."""
     settings, words, problems = read_toml(Path(path)), list(overrides), list[str]()
     origins = dict.fromkeys(flatten(settings), str(path))
@@ -83,8 +79,9 @@ def load_with_origins(
         origin = next((origins[name] for name in list_around(key) if name in origins), path)
         problems.append(f"{origin}: {message}")
     if problems or not config:
-        count = [f"{len(problems)} problems:"] if len(problems) > 1 else []
-        raise ConfigError("\n  ".join([*count, *problems]))
+        if len(problems) > 1:
+            problems.insert(0, f"{len(problems)} problems:")
+        raise ConfigError("\n  ".join(problems))
     values = flatten(config.model_dump()).items()
     return config, {key: (format_value(value), origins.get(key, "default")) for key, value in values}
 
@@ -108,9 +105,27 @@ def _validate(settings: Mapping[str, Any], path: Path) -> tuple[RunConfig | None
     try:
         return RunConfig.model_validate(settings, context=path.absolute().parent), {}
     except ValidationError as error:  # of a union the first problem counts: it has one for each member
-        problems: dict[str, str] = {}
+        problems = {}
         for detail in error.errors():
-            problems = {**problems, **dict(_describe_problem(detail, settings)), **problems}
+            value, kind, parts = detail["input"], detail["type"], []
+            inside: Any = settings
+            for part in detail["loc"]:  # without the members of unions that pydantic appends
+                if isinstance(inside, list) if isinstance(part, int) else isinstance(inside, Mapping):
+                    parts.append(str(part))
+                    inside = inside[part] if isinstance(part, int) else inside.get(part)
+            dotted = ".".join(parts)
+            if kind == "extra_forbidden":  # of an unknown table also each key that is another framework's
+                foreign = (key for key in flatten(value, dotted) if find_name(ALIASES, key))
+                for key in (dotted, *foreign):
+                    problems.setdefault(key, describe_unknown_key(key))
+                continue
+            if kind in ("missing", "value_error"):
+                said = detail.get("ctx", {}).get("error")
+                text = f"{dotted}: {said}".removeprefix(": ") if said else f"{dotted} is missing"
+            else:
+                known = re.findall("'(.*?)'", detail["msg"]) if kind == "literal_error" else ()
+                text = f"{dotted} = {format_value(value)}: {detail['msg']}{did_you_mean(str(value), known)}"
+            problems.setdefault(dotted, text)
         return None, problems
 
 
@@ -161,7 +176,7 @@ def training_digest(config: RunConfig) -> str:
     before; what changed a default is not seen here, but by check_same_run. A table that may be left out is a
     key too.
     """
-    decisive: dict[str, Any] = {}
+    decisive = {}
     for dotted, value in flatten(config.model_dump()).items():
         for name in () if _may_change(dotted, config) else list_around(dotted):
             key, inside = config_keys().get(without_numbers(name)), dotted[len(name) :]
@@ -229,75 +244,45 @@ def _format(values: Mapping[str, Any], key: str) -> str:
 
 
 def _apply_override(settings: dict[str, Any], dotted: str, text: str) -> None:
-    """Puts the value into the tables of the file. Raises ConfigError."""
+    """Puts the value into the tables of the file: the text as TOML, or else as it is. A path or function in
+    it is relative to the working directory. What the setting does not take stays as it is, and is reported
+    with everything else. Raises ConfigError.
+    """
     key = find_key(dotted)
-    if key is None:
+    if not key:
         raise ConfigError(describe_unknown_key(dotted))
-    if key.section or (key.takes_any_key and key.key == dotted):
+    if key.section or (key.kind == OPEN_TABLE and key.key == dotted):
         raise ConfigError(f"{dotted} is a table; set one of its keys, as --{dotted}.NAME VALUE")
     first, *_ = parts = dotted.split(".")
     if first not in settings and key.table and config_keys()[first].default == "unset":
         raise ConfigError(f"the file has no [{first}] table; add one, or leave the flag out")
-    holder, table = settings, cast(Any, settings)
+    holder: Any = settings
+    table: Any = settings
     for part in parts:
-        if isinstance(table, list) or part.isdecimal():
+        numbered = part.isdecimal()
+        if isinstance(table, list) or numbered:
             items = table if isinstance(table, list) else [table]
-            number = int(part) if part.isdecimal() else 0
-            if number >= len(items) or (len(items) > 1 and not part.isdecimal()):
+            number = int(part) if numbered else 0
+            if number >= len(items) or (len(items) > 1 and not numbered):
                 raise ConfigError(
                     f"{key.table} has {len(items)} tables in the file, numbered from 0: --{key.table}.0.…"
                 )
             table = items[number]
         if not isinstance(table, dict):
             return  # the file has a value where a table belongs, and pydantic says so
-        if not part.isdecimal():
+        if not numbered:
             holder, table = table, table.setdefault(part, {})
-    holder[parts[-1]] = _parse_override(text, key)
-
-
-def _parse_override(text: str, key: ConfigKey) -> object:
-    """The value of a flag, as TOML or else as text; a path or function in it is relative to the working
-    directory. What the setting does not take stays as it is, and is reported with everything else.
-    """
     try:
         [value] = tomllib.loads(f"value = {text}").values()
     except ValueError:  # no TOML, or a second line
         value = text
-    for meant in () if key.takes_any_key else (value, text):
+    for meant in () if key.kind == OPEN_TABLE else (value, text):
         with suppress(ValidationError):
-            return TypeAdapter(key.field.rebuild_annotation()).validate_python(
+            value = TypeAdapter(key.field.rebuild_annotation()).validate_python(
                 meant, strict=meant is not text, context=Path.cwd()
             )
-    return value
-
-
-# --- problems -----------------------------------------------------------------------------------------------
-
-
-def _describe_problem(detail: ErrorDetails, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(dotted key, message) of one pydantic error; of an unknown table, also for each
-    key in it that is another framework's.
-    """
-    dotted, value, kind = _locate(detail["loc"], settings), detail["input"], detail["type"]
-    if kind == "extra_forbidden":
-        foreign = (key for key in flatten(value, dotted) if find_name(ALIASES, key))
-        yield from ((key, describe_unknown_key(key)) for key in (dotted, *foreign))
-    elif kind in ("missing", "value_error"):
-        error = detail.get("ctx", {}).get("error")
-        yield dotted, f"{dotted}: {error}".removeprefix(": ") if error else f"{dotted} is missing"
-    else:
-        known = re.findall("'(.*?)'", detail["msg"]) if kind == "literal_error" else ()
-        yield dotted, f"{dotted} = {format_value(value)}: {detail['msg']}{did_you_mean(str(value), known)}"
-
-
-def _locate(loc: Sequence[Any], settings: Any) -> str:
-    """The dotted key that a pydantic location means, without the members of unions that pydantic appends."""
-    parts: list[str] = []
-    for part in loc:
-        if isinstance(settings, list) if isinstance(part, int) else isinstance(settings, Mapping):
-            parts.append(str(part))
-            settings = settings[part] if isinstance(part, int) else settings.get(part)
-    return ".".join(parts)
+            break
+    holder[parts[-1]] = value
 
 
 # --- stages and modes ---------------------------------------------------------------------------------------
@@ -309,13 +294,11 @@ EVALUATE = "evaluate"  # the mode that trains nothing
 
 
 def parse_mode(mode: str) -> tuple[str, ...]:
-    """The stages of a mode, under the names of their tables: "sft+reward_model+ppo" → ("sft", "reward_model",
-    "rl"). "evaluate" has none.
+    """The stages of a mode that trains, under the names of their tables: "sft+reward_model+ppo" → ("sft",
+    "reward_model", "rl").
 
     Each at most once; sft comes first and rl last, where they are. Raises ConfigError naming what is wrong.
     """
-    if mode == EVALUATE:
-        return ()
     stages = tuple(STAGE_ALIASES.get(stage, stage) for stage in mode.split("+"))
     for stage in stages:
         if stage not in STAGES:
@@ -337,13 +320,15 @@ def choose_stages(config: RunConfig, mode: str | None) -> tuple[str, ...]:
     does, for a config without stages, if the mode says ppo and [rl] has no critic, or evaluate and there is
     no [eval].
     """
-    stages = list_stages(config) if mode is None else parse_mode(mode)
-    if mode == EVALUATE and not config.eval:
+    if mode == EVALUATE:
+        if config.eval:
+            return ()
         raise ConfigError(
             "there is no [eval] table, which says what is asked and how it is scored; add one, with data and"
             " reward, or name a file that has one with --config FILE"
         )
-    if not stages and mode != EVALUATE:
+    stages = list_stages(config) if mode is None else parse_mode(mode)
+    if not stages:
         raise ConfigError(
             f"the config has none of the tables {', '.join(STAGES)}: there is nothing to train; add one of"
             " them"

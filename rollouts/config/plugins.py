@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import operator
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -17,22 +18,23 @@ from typing import Any
 from rollouts.config.spelling import did_you_mean
 from rollouts.errors import PlugInError
 
-CALLED_WITH = {  # by role
-    "agent": "row",
-    "reward": "sample",
-    "group_reward": "samples",
-    "environment": "row",
-    "generate": "sample, engine, sampling",
-    "filter": "group",
-    "ranker": "group",
-    "response_template": "text",
-    "curriculum": "step, statistics",
-    "rows": "size=…, seed=…",
-    "advantage": "inputs",
-    "pairs": "group",
-    "context": "samples",
-}
-PLAIN = ("agent", "response_template", "curriculum", "advantage", "pairs")
+ROLES = """
+agent: row
+reward: sample
+group_reward: samples
+environment: row
+generate: sample, engine, sampling
+filter: group
+ranker: group
+response_template: text
+curriculum: step, statistics
+rows: size=…, seed=…
+advantage: inputs
+pairs: group
+context: samples
+"""
+CALLED_WITH = dict(re.findall("(.+): (.+)", ROLES))  # by role
+PLAIN = "agent response_template curriculum advantage pairs"
 
 
 def load_function(
@@ -100,7 +102,7 @@ def _find_problem(function: Any, role: str) -> str:
     generates = any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in kinds)
     if role != "rows" and generates:
         return "it is a generator function (it has a yield); it must return its answer"
-    if role in PLAIN and any(inspect.iscoroutinefunction(one) for one in kinds):
+    if role in PLAIN.split() and any(inspect.iscoroutinefunction(one) for one in kinds):
         return "it is async; this one must be a plain function"
     try:
         signature = inspect.signature(function)

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from rollouts.config.model import ModelConfig
+from rollouts.config.serve import ServeConfig
 from rollouts.config.tables import (
     AlertConfig,
     DistributedConfig,
@@ -61,8 +62,11 @@ class StageConfig(Section):
         return {"lr": cls.model_fields["optim"].default.lr, **optim} if isinstance(optim, dict) else optim
 
     def _list_rules(self) -> dict[str, Any]:
-        both = f"steps={self.steps} and epochs={self.epochs:g}; set one of the two, and the other to 0"
-        return {both: bool(self.steps) == bool(self.epochs)}
+        return {
+            f"steps={self.steps} and epochs={self.epochs:g}; set one of the two, and the other to 0": (
+                bool(self.steps) == bool(self.epochs)
+            )
+        }
 
 
 class RowStageConfig(StageConfig):
@@ -121,14 +125,12 @@ class RewardModelTrainingConfig(PairStageConfig):
     """of pairs; mse: of responses with a score, which are brought to mean 0 and deviation 1"""
 
 
-READ_NO_REWARD = ("check_response_diversity", "check_reasonable_length")  # filters of ours
 CLIPPED_BY_SETTINGS = ("ppo_clip", "clip_cov")  # losses whose clip is rl.clip_low and rl.clip_high
-SEQUENCE_LOSSES = ("gspo", "gspo_token", "gmpo")  # losses whose own unit is sequences
 
 
 def choose_unit(loss: object) -> str:
     """The unit of a loss of that name where none is set; a function of the user has tokens."""
-    return "sequences" if loss in SEQUENCE_LOSSES else "tokens"
+    return "sequences" if loss in ("gspo", "gspo_token", "gmpo") else "tokens"
 
 
 class AlgorithmConfig(LossConfig):
@@ -192,8 +194,8 @@ class DistillationConfig(Section):
     """
 
     teacher: NameText
-    """a directory, a hub name, or the http(s) address of a vLLM or SGLang server that serves it, with the
-    policy's tokens; "self": the policy itself; "reference": the model of [reference]
+    """a directory, a hub name, or the http(s) address of a server that serves it, as in reference.where, with
+    the policy's tokens; "self": the policy itself; "reference": the model of [reference]
     """
     coef: PositiveFloat = 1.0
     """of the advantage coef * (log-prob of the teacher - log-prob of the policy) of each token"""
@@ -274,8 +276,8 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
         prompts, needed = self.rollout.num_prompts, self.sync_every - 1
         correction, cap = (self.loss_params.get(name) for name in ("correction", "importance_cap"))
         control, numbers = parse_call(self.kl_control)
-        in_reward, in_loss = (self.kl_coef > 0 and self.kl_in == place for place in ("reward", "loss"))
-        importance = self.loss_params.get("kl_importance") is True
+        importance = self.loss_params.get("kl_importance")
+        in_reward = self.kl_coef > 0 and self.kl_in == "reward"
         clips = {  # a resolved config has every setting, so defaults may stand
             f"{name}={getattr(self, name)} with loss={self.loss!r}; it is read by"
             f" {' and '.join(CLIPPED_BY_SETTINGS)} only: leave it out, and give other losses what they take"
@@ -296,7 +298,7 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
                 correction and cap is not None
             ),
             "advantage='gae' without a critic, whose values it needs; add [rl.critic], or choose another"
-            " advantage": self.critic is None and self.advantage == "gae",
+            " advantage": not self.critic and self.advantage == "gae",
             f"advantage={self.advantage!r} with [rl.critic]; it has no use for a critic: leave one of them"
             " out, or set 'gae'": self.critic and self.advantage != "gae" and ":" not in self.advantage,
             f"minibatches={self.minibatches} with rollout.num_prompts={prompts}; a group stays together, so"
@@ -318,7 +320,7 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
             " kl_in='loss' for k2 and k3": in_reward and self.kl_estimator != "k1",
             "kl_estimator='k1' with kl_in='loss'; as a loss k1 has an expected gradient of 0; use 'k2'"
             " (reverse KL) or 'k3', or set kl_importance = true in loss_params": (
-                in_loss and self.kl_estimator == "k1" and not importance
+                self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1" and importance is not True
             ),
         }
 
@@ -362,7 +364,8 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
         elif self.distillation and not self.rollout.is_scored:
             why = "without a reward, which it is about"
             unused["kl_in='reward' with a kl_coef"] = kl_in_reward
-            unused[f"filters={filters}"] = any(":" not in name for name in {*filters} - {*READ_NO_REWARD})
+            read_no_reward = {"check_response_diversity", "check_reasonable_length"}
+            unused[f"filters={filters}"] = any(":" not in name for name in {*filters} - read_no_reward)
         else:
             return {}
         return {f"{setting} {why}; leave one of the two out": is_set for setting, is_set in unused.items()}
@@ -417,6 +420,7 @@ class RunConfig(Section):
     reward_model: RewardModelTrainingConfig | None = None
     reference: ReferenceConfig = ReferenceConfig()
     eval: EvalConfig | None = None
+    serve: ServeConfig | None = None
     alerts: Annotated[list[AlertConfig], *Tables] = []
 
     @property
@@ -426,7 +430,7 @@ class RunConfig(Section):
 
     def _list_lora_rules(self) -> dict[str, Any]:
         lora, reference = self.model.lora, self.reference
-        if lora is None:
+        if not lora:
             return {}
         exact = [name for name in ("preference", "reward_model", "rl") if getattr(self, name)]
         return {
@@ -450,10 +454,11 @@ class RunConfig(Section):
                 (engine.kind != "local", f"engine.kind={engine.kind!r}", "a server repeats no bits"),
                 (where != "trainer", f"reference.where={where!r}", "a server repeats no bits"),
                 (teacher and teacher.on_server, "rl.distillation.teacher on a server", "it repeats no bits"),
+                (self.rollout.scores_on_server, "a reward model on a server", "it repeats no bits"),
             )
             if self.deterministic
         } | self._list_lora_rules()
-        if self.rl is None:
+        if not self.rl:
             return rules
         sync_every, staleness = self.rl.sync_every, self.rl.max_staleness
         steps = {"rl.eval_every": self.rl.eval_every, "output.checkpoint_every": self.output.checkpoint_every}

@@ -39,8 +39,10 @@ def flatten(value: Any, key: str = "") -> dict[str, Any]:
         value = dict(enumerate(value))
     if not isinstance(value, Mapping):
         return {key: value}
-    inside = (flatten(inner, f"{key}.{name}".lstrip(".")) for name, inner in value.items())
-    return dict(item for table in inside for item in table.items())
+    flat = {}
+    for name, inner in value.items():
+        flat |= flatten(inner, f"{key}.{name}".lstrip("."))
+    return flat
 
 
 def flatten_settings(table: Mapping[str, Any]) -> dict[str, str]:
@@ -55,7 +57,7 @@ def find_secrets(environment: Mapping[str, str]) -> list[str]:
     """The values of variables whose names are those of secrets, whole and in their parts (`name=value,…`), as
     they are and without percent signs, and the users and passwords of addresses; the longest first.
     """
-    found: set[str] = set()
+    found = set()
     for name, value in environment.items():
         if SECRET_NAME.search(name):
             for text in (value, unquote(value)):

@@ -104,9 +104,10 @@ def _absolute_name(name: str, info: ValidationInfo) -> str:
     """
     if not info.context or (info.data or {}).get("kind", "hf") != "hf" or not name:
         return name
-    is_path = name.startswith((".", "~", "/"))
-    if not is_path and ":" not in name:  # os.path.exists raises nothing, as Path.exists does for long names
-        is_path = name.endswith(".gguf") or os.path.exists(info.context / name)  # noqa: PTH110
+    is_path = name.startswith((".", "~", "/")) or (
+        ":" not in name  # os.path.exists raises nothing, as Path.exists does for long names
+        and (name.endswith(".gguf") or os.path.exists(info.context / name))  # noqa: PTH110
+    )
     return _absolute_path(name, info) if is_path else name
 
 
@@ -116,13 +117,10 @@ NameText = Annotated[str, AfterValidator(_absolute_name)]
 DirText = Annotated[str, AfterValidator(lambda path, info: path and _absolute_path(path, info) and path)]
 
 
-def _unwrap(tables: Any, dump: SerializerFunctionWrapHandler) -> Any:
-    dumped = dump(tables)
-    return dumped[0] if len(dumped) == 1 else dumped
-
-
-_as_list = BeforeValidator(lambda tables: [tables] if isinstance(tables, dict | Section) else tables)
-Tables = (_as_list, WrapSerializer(_unwrap))  # a list, of which a single table is read and written by itself
+Tables = (  # a list, of which a single table is read and written by itself
+    BeforeValidator(lambda tables: [tables] if isinstance(tables, dict | Section) else tables),
+    WrapSerializer(lambda tables, dump: dump(tables)[0] if len(tables) == 1 else dump(tables)),
+)
 
 
 # --- tables -------------------------------------------------------------------------------------------------
@@ -321,7 +319,8 @@ class RolloutConfig(SamplingConfig):
     group_reward: FunctionText = ""
     """module:function or file.py:function, of all samples of a group; instead of reward"""
     reward_model: str = ""
-    """added to reward, or instead of it: "stage" (this run's reward_model stage), a directory or a hub name
+    """added to reward, or instead of it: "stage" (this run's reward_model stage), a directory, a hub name, or
+    the http(s) address of one that a training service serves, …/references/NAME
     """
     reward_weights: dict[str, float] = {}
     """weight of each named part of the reward; empty: the reward is what the function says"""
@@ -344,6 +343,11 @@ class RolloutConfig(SamplingConfig):
         return bool(self.environment or self.tools or self.agent)
 
     @property
+    def scores_on_server(self) -> bool:
+        """Whether the reward model is on a server."""
+        return self.reward_model.startswith(("http://", "https://"))
+
+    @property
     def is_scored(self) -> bool:
         """Whether samples get a reward."""
         return bool(self.reward or self.group_reward or self.reward_model or self.environment or self.agent)
@@ -359,12 +363,9 @@ class EvalConfig(SamplingConfig):
     """with policy_metrics: a model, by a name that model.name takes, to which KL is measured"""
 
 
-UPDATES = {  # how a reference follows the policy, with the numbers that it has unless others are given
-    "none": {},
-    "reset": {"every": 1.0},
-    "ema": {"policy_weight": 0.01, "every": 1.0},
-    "tr_dpo": {"policy_weight": 0.6, "every": 1.0},
-}
+# how a reference follows the policy, with the numbers that it has unless others are given
+USUAL = "none", "reset(every=1)", "ema(policy_weight=0.01, every=1)", "tr_dpo(policy_weight=0.6, every=1)"
+UPDATES = dict(map(parse_call, USUAL))
 
 
 class ReferenceConfig(Section):
@@ -375,7 +376,9 @@ class ReferenceConfig(Section):
     dtype: FrozenDtype = "float32"
     """of a teacher too; 8bit and 4bit need the extra reference-quant; the KL's bias is logged"""
     where: Annotated[str, Field(pattern="^(trainer$|https?://)")] = "trainer"
-    """trainer: beside it; or the http(s) address of a vLLM or SGLang server that serves this very model"""
+    """trainer: beside it; or the http(s) address of a server that serves this very model: vLLM, SGLang, or a
+    training service, …/references/NAME
+    """
     update: str = "none"
     """none: frozen; "reset(every=1)": becomes the policy after so many steps; "ema(policy_weight=0.01,
     every=1)" and "tr_dpo(policy_weight=0.6, every=1)": a mixture with it, in which the policy has this share

@@ -19,10 +19,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from rollouts.config.spelling import did_you_mean
-from rollouts.data.rows import parse_messages, parse_prompt, says_something
+from rollouts.data.rows import Messages, parse_messages, parse_prompt, says_something
 from rollouts.errors import DataError, ModelError
 from rollouts.messages import JSONValue, parse_tool_arguments
-from rollouts.types import BoolArray, ChatMessage, IntArray
+from rollouts.types import ChatMessage, IntArray
 
 Tools = Sequence[Mapping[str, JSONValue]]  # JSON schemas of the tools that a conversation may call
 
@@ -38,7 +38,7 @@ class ChatTokenizer(Protocol):
     def added_tokens_decoder(self) -> Any: ...  # id → AddedToken
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> Any: ...
-    def decode(self, token_ids: Any) -> Any: ...
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> Any: ...
 
 
 TemplateParams = Mapping[str, JSONValue]
@@ -59,7 +59,7 @@ class Template(NamedTuple):
     arguments_as_text: bool = False
     empty_content: str | None = ""  # of a turn with nothing but tool calls; some templates want none
 
-    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
         """What the template writes. Raises DataError if it refuses the messages."""
         params = {**self.params, "add_generation_prompt": add_generation_prompt}
         if self.tools:
@@ -76,7 +76,7 @@ class Template(NamedTuple):
     def _in_form(self, message: ChatMessage) -> JSONValue:
         if "tool_calls" not in message:
             return message
-        calls: list[dict[str, Any]] = []
+        calls = []
         for call in message["tool_calls"]:
             given = call["function"]["arguments"]
             if not self.arguments_as_text:
@@ -84,8 +84,7 @@ class Template(NamedTuple):
             elif not isinstance(given, str):
                 given = json.dumps(given, ensure_ascii=False)
             calls.append(_change(call, arguments=given))
-        content = message["content"] or self.empty_content
-        return {**message, "content": content, "tool_calls": calls}
+        return {**message, "content": message["content"] or self.empty_content, "tool_calls": calls}
 
 
 class TokenizedConversation(NamedTuple):
@@ -101,7 +100,7 @@ TrainOn = Literal["all", "last"]
 
 
 def render_prompt(
-    prompt: str | Sequence[ChatMessage],
+    prompt: str | Messages,
     tokenizer: ChatTokenizer,
     *,
     params: TemplateParams = NO_PARAMS,
@@ -118,7 +117,7 @@ def render_prompt(
 
 
 def tokenize_prompt(
-    prompt: str | Sequence[ChatMessage],
+    prompt: str | Messages,
     tokenizer: ChatTokenizer,
     *,
     params: TemplateParams = NO_PARAMS,
@@ -130,7 +129,7 @@ def tokenize_prompt(
 
 
 def tokenize_conversation(
-    messages: Sequence[ChatMessage],
+    messages: Messages,
     tokenizer: ChatTokenizer,
     *,
     train_on: TrainOn = "all",
@@ -150,7 +149,7 @@ def tokenize_conversation(
     """
     if not messages:
         raise DataError("the conversation has no messages")
-    messages = parse_messages(list(messages), where="messages")
+    messages = parse_messages(list(messages))
     template = make_template(messages, tokenizer, params, tools)
     text = template.render(messages)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -159,24 +158,33 @@ def tokenize_conversation(
     if train_on == "last":
         turns = turns[-1:]
     marks = [mark for turn in turns for mark in _find_turn(messages, turn, text, template)]
-    token_ids, positions = _tokenize_with_marks(text, marks, tokenizer, turns)
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    positions = []  # in tokens, of the marks
+    for number, mark in enumerate(marks):
+        # Generation gets all that is before a turn as one piece. The turn itself is tokenized alone, or with
+        # what is before it by tokenizers that put a space before the first word of any text.
+        pieces = [(0, 0)] if number % 2 == 0 else [(marks[number - 1], positions[-1]), (0, 0)]
+        for begin, position in pieces:
+            piece = tokenizer.encode(text[begin:mark], add_special_tokens=False)
+            if token_ids[position : position + len(piece)] == piece:
+                positions.append(position + len(piece))
+                break
+        else:
+            raise DataError(
+                f"message {turns[number // 2]} {'ends' if number % 2 else 'begins'} within a token (near"
+                f" {text[max(0, mark - 10) : mark + 10]!r}): the model would never be asked for it that way;"
+                " strip white space from both ends of the content, or use a template, or parameters of it,"
+                " with another header"
+            )
     spans = tuple(map(slice, positions[::2], positions[1::2]))
     return TokenizedConversation(np.asarray(token_ids, np.int64), spans)
-
-
-def compute_loss_mask(conversation: TokenizedConversation) -> BoolArray:
-    """[T] 1 in the spans."""
-    mask = np.zeros(len(conversation.token_ids), np.bool_)
-    for span in conversation.spans:
-        mask[span] = True
-    return mask
 
 
 # --- templates ----------------------------------------------------------------------------------------------
 
 
 def make_template(
-    messages: Sequence[ChatMessage], tokenizer: ChatTokenizer, params: TemplateParams, tools: Tools | None
+    messages: Messages, tokenizer: ChatTokenizer, params: TemplateParams, tools: Tools | None
 ) -> Template:
     """The template, ready for these messages. Raises if there is none, or it has no place for a parameter,
     the tools or a tool call.
@@ -219,20 +227,20 @@ def _check_params(params: Mapping[str, JSONValue], tokenizer: ChatTokenizer) -> 
             raise ModelError(f"model.template_params.{name}: {problem}{did_you_mean(name, sorted(readable))}")
 
 
-def _choose_form(messages: Sequence[ChatMessage], template: Template) -> Template:
+def _choose_form(messages: Messages, template: Template) -> Template:
     """The template in the first form in which it writes every tool call, tried with names and arguments that
     occur nowhere else.
     """
-    marks: dict[str, int] = {}  # of every call, with the position of its message
-    marked: list[Any] = []
+    marks = {}  # of every call, with the position of its message
+    marked = []
     for index, message in enumerate(messages):
-        calls: list[dict[str, Any]] = []
+        calls = []
         for call in message.get("tool_calls", ()):
             mark = f"q{len(marks)}zq"
             marks[mark] = index
             calls.append(_change(call, name=f"name{mark}", arguments={f"key{mark}": f"value{mark}"}))
         marked.append({**message, "tool_calls": calls} if calls else message)
-    problems: list[DataError] = []
+    problems = []
     for as_text, empty_content in ((False, ""), (True, ""), (False, None), (True, None)):
         tried = template._replace(arguments_as_text=as_text, empty_content=empty_content)
         try:
@@ -266,7 +274,7 @@ def _change(call: Mapping[str, Any], **parts: Any) -> dict[str, Any]:
 # --- spans --------------------------------------------------------------------------------------------------
 
 
-def _find_turn(messages: Sequence[ChatMessage], turn: int, text: str, template: Template) -> tuple[int, int]:
+def _find_turn(messages: Messages, turn: int, text: str, template: Template) -> tuple[int, int]:
     """(start, end) in characters of what turn `turn` teaches."""
     if turn == 0:
         raise DataError("message 0 is an assistant turn; a conversation begins with a system or user turn")
@@ -284,7 +292,7 @@ def _find_turn(messages: Sequence[ChatMessage], turn: int, text: str, template: 
             " use another chat template"
         )
     body = ended[len(prompt) :]
-    end = find_end(body, messages, turn, template)
+    end = find_end(body, messages[: turn + 1], template)
     if end is None:
         raise ModelError(
             f"the chat template ends message {turn} with {body[-20:]!r}, not with a special token; a model"
@@ -307,9 +315,7 @@ def _find_turn(messages: Sequence[ChatMessage], turn: int, text: str, template: 
     return len(prompt), len(trained)
 
 
-def _find_unwritten(
-    messages: Sequence[ChatMessage], turn: int, prompt: str, ended: str, template: Template
-) -> str | None:
+def _find_unwritten(messages: Messages, turn: int, prompt: str, ended: str, template: Template) -> str | None:
     """What the template leaves out of the turn: thinking, or content beside tool calls, that could be changed
     without changing what it writes; content that does not stand whole in it, white space aside.
     """
@@ -331,10 +337,8 @@ def _find_unwritten(
     return "thinking at the beginning of the content" if thinks else "content as it is"
 
 
-def find_end(
-    body: str, messages: Sequence[ChatMessage], turn: int, template: Template
-) -> re.Match[str] | None:
-    """The end token of the turn in what was written after its prompt; None if it ends without one.
+def find_end(body: str, messages: Messages, template: Template) -> re.Match[str] | None:
+    """The end token of the last turn in what was written after its prompt; None if it ends without one.
 
     What follows the content, or the tool calls, must be added tokens and white space alone. If there is not
     one special token among them, as after a tool call, where a template closes the conversation too, or where
@@ -343,7 +347,7 @@ def find_end(
     """
     special = match_added(template.tokenizer, lambda token: token.special)
     added = match_added(template.tokenizer, lambda token: token.content.strip())
-    content = messages[turn]["content"].strip()
+    content = messages[-1]["content"].strip()
     begin = body.find(content) + len(content) if content in body else 0
     run = re.compile(rf"(?:(?:{added.pattern})\s*)+\Z").search(body, begin)
     tail = list(added.finditer(body, run.start())) if run else []
@@ -351,7 +355,7 @@ def find_end(
     if tail and len(ends) != 1:
         answer = ChatMessage(role="assistant", content="plain answer")
         with suppress(DataError):  # some templates refuse one there
-            rest = template.render([*messages[:turn], answer]).rpartition(answer["content"])[2]
+            rest = template.render([*messages[:-1], answer]).rpartition(answer["content"])[2]
             usual = re.match(rf"\s*({added.pattern})", rest)
             ends = [found for found in tail if usual and found[0] == usual[1]] or ends
     return ends[0] if ends else None
@@ -367,31 +371,3 @@ def match_added(tokenizer: ChatTokenizer, counts: Callable[[Any], object]) -> re
 def _first_difference(first: str, second: str) -> str:
     at = len(os.path.commonprefix([first, second]))  # noqa: RUF071  (characters are meant)
     return f"at character {at}: {first[at : at + 20]!r} against {second[at : at + 20]!r}"
-
-
-def _tokenize_with_marks(
-    text: str, marks: Sequence[int], tokenizer: ChatTokenizer, turns: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """(token ids of the whole text, the token position of every character position in `marks`).
-
-    Raises DataError if a mark lies within a token.
-    """
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-    positions: list[int] = []
-    for number, mark in enumerate(marks):
-        # Generation gets all that is before a turn as one piece. The turn itself is tokenized alone, or with
-        # what is before it by tokenizers that put a space before the first word of any text.
-        pieces = [(0, 0)] if number % 2 == 0 else [(marks[number - 1], positions[-1]), (0, 0)]
-        for begin, position in pieces:
-            piece = tokenizer.encode(text[begin:mark], add_special_tokens=False)
-            if token_ids[position : position + len(piece)] == piece:
-                positions.append(position + len(piece))
-                break
-        else:
-            raise DataError(
-                f"message {turns[number // 2]} {'ends' if number % 2 else 'begins'} within a token (near"
-                f" {text[max(0, mark - 10) : mark + 10]!r}): the model would never be asked for it that way;"
-                " strip white space from both ends of the content, or use a template, or parameters of it,"
-                " with another header"
-            )
-    return token_ids, positions

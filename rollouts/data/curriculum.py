@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rollouts.data.mixture import SOURCE_FIELD, parse_weights
 from rollouts.errors import DataError, UserFunctionError
-from rollouts.types import JSONValue, Sample, split_trajectories
+from rollouts.types import Sample, split_trajectories
 
 
 class SourceStatistics(NamedTuple):
@@ -30,14 +30,15 @@ class SourceStatistics(NamedTuple):
         return self.reward_sum / self.samples if self.samples else None
 
 
-Curriculum = Callable[[int, Mapping[str, SourceStatistics]], Mapping[str, float]]
+BySource = Mapping[str, SourceStatistics]
+Curriculum = Callable[[int, BySource], Mapping[str, float]]
 """From the step about to run (from 1) and every source's statistics to the weights of all sources; 0
 pauses a source. A pure function.
 """
 
 
 def update_statistics(
-    statistics: Mapping[str, SourceStatistics],
+    statistics: BySource,
     samples: Sequence[Sample],
     *,
     step: int,
@@ -51,7 +52,7 @@ def update_statistics(
     for a sample of another source.
     """
     after = {name: before._replace(drawn=drawn[name]) for name, before in statistics.items()}
-    rewards: dict[str, list[float]] = {}
+    rewards = {}
     for *_, sample in split_trajectories(samples):
         name = next(iter(after)) if len(after) == 1 else str(sample.metadata.get(SOURCE_FIELD))
         if name not in after:
@@ -69,21 +70,16 @@ def update_statistics(
     return after
 
 
-def encode_statistics(statistics: Mapping[str, SourceStatistics]) -> dict[str, JSONValue]:
-    """As JSON, for a checkpoint."""
-    return {name: source._asdict() for name, source in statistics.items()}
-
-
 def decode_statistics(state: Mapping[str, Any], names: Collection[str]) -> dict[str, SourceStatistics]:
-    """The statistics that `encode_statistics` was given, to the last bit, of the sources `names`. The only
-    source may have another name than it had.
+    """The statistics, to the last bit, of the sources `names` out of a checkpoint, which has each as its
+    `_asdict()` gives it. The only source may have another name than it had.
     """
     found = dict(zip(names, state.values(), strict=True)) if len(state) == 1 else state
     return {name: SourceStatistics(**found[name]) for name in names}
 
 
 def call_curriculum(
-    curriculum: Curriculum, step: int, statistics: Mapping[str, SourceStatistics], *, function: str
+    curriculum: Curriculum, step: int, statistics: BySource, *, function: str
 ) -> dict[str, float]:
     """The weights for `step`, checked. `function` is its name. Raises UserFunctionError, with the cause, if
     it raises, and naming the value if that is no weight of each source.
@@ -121,7 +117,7 @@ def linear_shift(
             " every source, weights are 0 or more and one is above 0, and last_step is after first_step"
         )
 
-    def shift(step: int, statistics: Mapping[str, SourceStatistics]) -> Mapping[str, float]:
+    def shift(step: int, statistics: BySource) -> Mapping[str, float]:
         done = min(max((step - first_step) / (last_step - first_step), 0.0), 1.0)
         pairs = zip(start, first, last, strict=True)
         return {name: (1 - done) * one / sum(first) + done * two / sum(last) for name, one, two in pairs}
@@ -131,7 +127,7 @@ def linear_shift(
 
 def favour_medium(
     step: int,
-    statistics: Mapping[str, SourceStatistics],
+    statistics: BySource,
     *,
     low: float = 0.0,
     high: float = 1.0,
@@ -143,7 +139,7 @@ def favour_medium(
     source no batch had yet has p = 1/2. `floor` keeps the others drawn, so that a change is noticed.
     """
     assert low < high and 0 < floor <= 1, (low, high, floor)
-    weights: dict[str, float] = {}
+    weights = {}
     for name, source in statistics.items():
         reward = source.last_batch_reward
         share = 0.5 if reward is None else min(max((reward - low) / (high - low), 0.0), 1.0)

@@ -7,11 +7,11 @@
 Giving back everything that a draw took, in the order it came, leaves the buffer as if nothing had been drawn.
 """
 
-import hashlib
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from hashlib import sha256
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class PromptRow(NamedTuple):
     prompt_id: str
     epoch: int  # of its source, from 0
     # has `prompt`, and whatever a reward function reads; in a mixture also `source`, its source's name
-    row: Mapping[str, Any]
+    row: Row
 
     @property
     def key(self) -> tuple[int, str]:
@@ -41,9 +41,7 @@ class DataBuffer:
     ranks or on who draws.
     """
 
-    def __init__(
-        self, rows: Mixture[Row] | Sequence[Mapping[str, Any] | None], *, seed: int, shuffle: bool = True
-    ) -> None:
+    def __init__(self, rows: Mixture[Row] | Sequence[Row | None], *, seed: int, shuffle: bool = True) -> None:
         """From a mixture of checked rows, or from the rows of one source, where None is a hole.
 
         Raises DataError if a source has no row, or naming the first one without a usable prompt.
@@ -179,8 +177,11 @@ class DataBuffer:
         }
         if self._several:
             for name, epoch, count, amount in zip(self._names, epochs, drawn, amounts, strict=True):
-                values[f"source/{name}/epoch"], values[f"source/{name}/drawn"] = epoch, count
-                values[f"source/{name}/share"] = amount / sum(amounts)
+                values |= {
+                    f"source/{name}/epoch": epoch,
+                    f"source/{name}/drawn": count,
+                    f"source/{name}/share": amount / sum(amounts),
+                }
         return values
 
     @cached_property
@@ -190,7 +191,7 @@ class DataBuffer:
 
         Weights are not in it: a curriculum changes them, and the state has them.
         """
-        digest = hashlib.sha256()
+        digest = sha256()
         for prefix, source in self._sources.items():
             digest.update(prefix.encode())
             for row in source.rows:
@@ -205,7 +206,7 @@ class DataBuffer:
 
     def _order(self, prefix: str, epoch: int) -> IntArray:
         """The positions of the rows of a source's epoch, in the order in which they are drawn."""
-        digest = hashlib.sha256(f"{self._seed}/{prefix}{epoch}".encode()).digest()
+        digest = sha256(f"{self._seed}/{prefix}{epoch}".encode()).digest()
         return self._sources[prefix].order(int.from_bytes(digest[:16], "big") if self._shuffle else -1)
 
     def _find(self, prompt_id: str) -> tuple[str, int]:
@@ -218,6 +219,6 @@ class DataBuffer:
         return prefix, index
 
 
-def _check_row(row: Mapping[str, Any] | None, index: int) -> Row | None:
+def _check_row(row: Row | None, index: int) -> Row | None:
     with naming(f"row {index}"):
         return None if row is None else parse_row(row, "prompt")

@@ -5,8 +5,6 @@ would be a whole draw behind soonest goes next: serving the largest deficit inst
 behind by more than one. Shares are fractions of whole numbers, so nothing drifts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import numbers
@@ -15,14 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from rollouts.errors import DataError
 from rollouts.types import IntArray
 
-S = TypeVar("S")
 T = TypeVar("T")
 SOURCE_FIELD = "source"  # of a sample's metadata, when there are several sources
 DRAW_PARTS = 1_000_000  # of a draw, in which a debt is kept when weights change
@@ -73,7 +70,7 @@ class Mixture(Generic[T]):
         """The rows of all sources that are no holes, in order."""
         return [row for source in self.sources for row in source.good]
 
-    def keep(self, wanted: Callable[[T], bool], problem: str) -> Mixture[T]:
+    def keep(self, wanted: Callable[[T], bool], problem: str) -> "Mixture[T]":
         """The rows that are wanted, and the holes. Raises DataError for a source without a row left:
         `problem` with " from NAME" for its {}.
         """
@@ -86,14 +83,14 @@ class Mixture(Generic[T]):
                 raise DataError(problem.format(f" from {source.name}" if len(kept) > 1 else ""))
         return replace(self, sources=kept)
 
-    def with_samples(self, samples: Iterable[S]) -> Mixture[S]:
+    def with_samples(self, samples: Iterable[Any]) -> "Mixture[Any]":
         """The same with other samples in the places of these, in order."""
         left = iter(samples)
         sources = tuple(
-            Source(one.name, one.weight, tuple(None if row is None else next(left) for row in one.rows))
+            replace(one, rows=tuple(None if row is None else next(left) for row in one.rows))
             for one in self.sources
         )
-        return Mixture(sources, self.truncated, self.dropped)
+        return replace(self, sources=sources)
 
 
 def make_mixture(rows: Iterable[T | None]) -> Mixture[T]:
@@ -108,10 +105,11 @@ def parse_weights(weights: object, names: Sequence[str]) -> tuple[float, ...] | 
     if not isinstance(weights, Mapping) or set(weights) != set(names):
         return None
     values = [weights[name] for name in names]
-    are_numbers = all(isinstance(one, numbers.Real) and not isinstance(one, bool) for one in values)
-    if are_numbers and any(values) and all(0 <= one < math.inf for one in values):
-        return tuple(map(float, values))
-    return None
+    fit = all(
+        isinstance(one, numbers.Real) and not isinstance(one, bool) and 0 <= float(one) < math.inf
+        for one in values
+    )
+    return tuple(map(float, values)) if fit and any(values) else None
 
 
 # --- whose turn it is ---------------------------------------------------------------------------------------
@@ -181,7 +179,7 @@ def select_samples(mixture: Mixture[T], batch_size: int, step: int, seed: int) -
     assert batch_size > 0 and step >= 0, (batch_size, step)
     sources = mixture.sources
     turns, counts, taken = _start_turns(tuple(source.weight for source in sources))
-    chosen: list[T] = []
+    chosen = []
     for turn in range(step * batch_size, (step + 1) * batch_size):
         cycle, place = divmod(turn, sum(turns.amounts))  # after a cycle the turns begin again
         while len(taken) <= place:
@@ -202,7 +200,7 @@ def select_samples(mixture: Mixture[T], batch_size: int, step: int, seed: int) -
 
 
 @lru_cache(maxsize=8)
-def _start_turns(weights: tuple[float, ...]) -> tuple[Turns, list[int], array[int]]:
+def _start_turns(weights: tuple[float, ...]) -> "tuple[Turns, list[int], array[int]]":
     """The turns of SFT's draws with these weights, how often each source was drawn, and each draw so far, as
     the earlier draws of its source << 16 | the source: a caller takes more.
     """

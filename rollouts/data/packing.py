@@ -27,8 +27,6 @@ bins better and even out ranks. Costs are in tokens: what a node costs in the li
 here is deterministic, and only whole rows are looped over, never their tokens.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from bisect import bisect_left, insort
@@ -47,6 +45,7 @@ PARTS = (1, 2, 4, 8)  # items are tried of up to the capacity, half of it and so
 GOOD = 1.01  # times what cannot be undercut: no other plan is tried
 LITTLE = 256  # rows are cut apart where that loses less than this part of the shorter one
 Costs = NDArray[np.float64]
+TokenRows = Sequence[IntArray]  # [T_i] of each row of the batch
 
 
 class MicroBatch(NamedTuple):
@@ -64,6 +63,7 @@ class MicroBatch(NamedTuple):
     token_rows: IntArray  # [M] index into `rows`, rising
     token_positions: IntArray  # [M] position of the trained token in its row
     token_pairs: IntArray  # [M] index into predictors and targets
+    fences: tuple[int, ...] = ()  # nodes at which no kernel of attention may begin before and end behind
 
     @property
     def computed_tokens(self) -> int:
@@ -72,7 +72,7 @@ class MicroBatch(NamedTuple):
 
 
 def make_micro_batches(
-    tokens: Sequence[IntArray],
+    tokens: TokenRows,
     loss_masks: Sequence[BoolArray],
     *,
     micro_batch_tokens: int,
@@ -82,19 +82,28 @@ def make_micro_batches(
     attention_cost: float = ATTENTION_COST,
     micro_batch_cost: int = MICRO_BATCH_COST,
     skip_rows: BoolArray | None = None,
+    targets: TokenRows | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `micro_batch_tokens` computed tokens (a longer single row gets its own),
     holding every row that trains a token.
 
-    `padding_free`: a micro-batch is one packed row, in which rows that begin alike share nodes with
-    `share_prefix`; without it one row each, padded to the longest of the micro-batch. `micro_batch_cost`:
-    what a micro-batch costs beside its tokens, in tokens; `attention_cost`: what a (query, key) pair costs,
-    in tokens. With several `ranks` the micro-batches cost least when each rank computes one at a time and
-    waits for the slowest: their costs are even, and each rank has rows where there are enough. On one rank
-    they are as few as best fit finds. The largest comes first. Deterministic, O(n log n) in the rows. Raises
-    ValueError if a row trains its first token, which nothing predicts.
+    `targets`: what is predicted at each place, where it is not the token. `padding_free`: a micro-batch is
+    one packed row, in which rows that begin alike share nodes with `share_prefix`; without it one row each,
+    padded to the longest of the micro-batch. `micro_batch_cost`: what a micro-batch costs beside its tokens,
+    in tokens; `attention_cost`: what a (query, key) pair costs, in tokens. With several `ranks` the
+    micro-batches cost least when each rank computes one at a time and waits for the slowest: their costs are
+    even, and each rank has rows where there are enough. On one rank they are as few as best fit finds. The
+    largest comes first. Deterministic, O(n log n) in the rows. Raises ValueError if a row trains its first
+    token, which nothing predicts.
     """
-    lengths = np.asarray([_needed_length(row, mask) for row, mask in enumerate(loss_masks)], np.int64)
+    lengths = np.zeros(len(loss_masks), np.int64)  # of what must be computed: what is before the last target
+    for row, mask in enumerate(loss_masks):
+        if mask[:1].any():
+            raise ValueError(
+                f"loss_masks[{row}] trains the first token; nothing comes before it to predict it from: mask"
+                " it out"
+            )
+        lengths[row] = len(mask) - 1 - mask[::-1].argmax() if mask.any() else 0
     trained = np.flatnonzero(lengths > 0 if skip_rows is None else (lengths > 0) & ~skip_rows)
     if not len(trained):
         return []
@@ -116,27 +125,20 @@ def make_micro_batches(
     largest_first = np.lexsort((rows.numbers[best.order[best.starts]], -best.nodes))
     orders, commons = (np.split(one, best.starts[1:]) for one in (best.order, best.common))
     return [
-        _make_micro_batch(rows, orders[one], commons[one], tokens, loss_masks, packed=padding_free)
+        _make_micro_batch(
+            rows, orders[one], commons[one], tokens, loss_masks, targets or tokens, packed=padding_free
+        )
         for one in largest_first
     ]
 
 
-def _needed_length(row: int, mask: BoolArray) -> int:
-    """How many tokens of a row must be computed: those before its last trained token."""
-    if mask[:1].any():
-        raise ValueError(
-            f"loss_masks[{row}] trains the first token; nothing comes before it to predict it from: mask"
-            " it out"
-        )
-    return len(mask) - 1 - int(mask[::-1].argmax()) if mask.any() else 0
-
-
 def _make_micro_batch(
-    rows: SortedRows,
+    rows: "SortedRows",
     order: IntArray,
     common: IntArray,
-    tokens: Sequence[IntArray],
+    tokens: TokenRows,
     loss_masks: Sequence[BoolArray],
+    targets: TokenRows,
     *,
     packed: bool,
 ) -> MicroBatch:
@@ -148,8 +150,8 @@ def _make_micro_batch(
     input_ids, position_ids = np.zeros((2, total), np.int64)
     ends = np.full(total, width)
     path, end_by_depth = np.zeros(longest, np.int64), np.full(longest, width)  # of the nodes of each depth
-    trained: list[IntArray] = []
-    keys: list[IntArray] = []
+    trained = []
+    keys = []
     cut = np.stack([numbers, starts, common, lengths], axis=1).tolist()
     for row, start, shared, length in cut:
         mine = slice(start, start + length - shared)
@@ -157,7 +159,7 @@ def _make_micro_batch(
         path[shared:length] = np.arange(mine.start, mine.stop)
         trained.append(np.flatnonzero(loss_masks[row][: length + 1]))
         # a node and a token id fit 32 bits each
-        keys.append(path[trained[-1] - 1] << 32 | tokens[row][trained[-1]])
+        keys.append(path[trained[-1] - 1] << 32 | targets[row][trained[-1]])
     for _, start, shared, length in reversed(cut if packed else []):
         # a node's subtree ends with the first later row that shares at most the tokens above the node
         ends[start : start + length - shared] = end_by_depth[shared:length]
@@ -180,25 +182,45 @@ def _make_micro_batch(
     )
 
 
-def spread_to_rows(
-    micro_batches: Sequence[MicroBatch], values: Sequence[FloatArray], tokens: Sequence[IntArray]
-) -> FloatRows:
-    """[T_i] per row of the batch: the value of each trained token's pair, 0.0 elsewhere. `values` holds one
-    array [N] per micro-batch.
+def join_packed_rows(
+    micro_batches: Sequence[MicroBatch], *, align: int = 1
+) -> tuple[MicroBatch, list[slice]]:
+    """One packed row with the nodes of several, which see nothing of each other, and where each lies: from a
+    multiple of `align` to the next one's. Which rows and tokens they are of, only the parts know.
     """
-    return spread_tokens_to_rows(
-        micro_batches, [of[one.token_pairs] for one, of in zip(micro_batches, values, strict=True)], tokens
-    )
+    sizes = [-(-one.computed_tokens // align) * align for one in micro_batches]
+    starts = np.cumsum([0, *sizes]).tolist()
+    inputs, depths = np.zeros((2, starts[-1]), np.int64)
+    ends, predictors = np.arange(1, starts[-1] + 1), list[IntArray]()  # of padding: each node is alone
+    for one, start in zip(micro_batches, starts, strict=False):
+        mine = slice(start, start + one.computed_tokens)
+        inputs[mine], depths[mine], ends[mine] = one.input_ids, one.position_ids, one.subtree_end + start
+        predictors.append(one.predictors + start)
+    return micro_batches[0]._replace(
+        input_ids=inputs[None],
+        position_ids=depths[None],
+        subtree_end=ends[None],
+        causal=len(micro_batches) == 1 and micro_batches[0].causal,
+        predictors=np.concatenate(predictors),
+        targets=np.concatenate([one.targets for one in micro_batches]),
+        fences=tuple(starts[1:-1]),
+    ), [slice(*edges) for edges in itertools.pairwise(starts)]
 
 
-def spread_tokens_to_rows(
-    micro_batches: Sequence[MicroBatch], values: Sequence[FloatArray], tokens: Sequence[IntArray]
+def spread_to_rows(
+    micro_batches: Sequence[MicroBatch],
+    values: Sequence[FloatArray],
+    tokens: TokenRows,
+    *,
+    per_pair: bool = True,
 ) -> FloatRows:
-    """As spread_to_rows, of one array [M] per micro-batch: a value of each trained token, in the order of
-    `token_rows`.
+    """[T_i] per row of the batch: the value of each trained token, 0.0 elsewhere. `values` holds one array
+    per micro-batch: [N] of its pairs, or without `per_pair` [M] of its trained tokens.
     """
     rows = tuple(np.zeros(len(row), np.float32) for row in tokens)
     for micro_batch, per_token in zip(micro_batches, values, strict=True):
+        if per_pair:
+            per_token = per_token[micro_batch.token_pairs]
         edges = np.flatnonzero(np.diff(micro_batch.token_rows)) + 1
         found = (np.split(one, edges) for one in (micro_batch.token_positions, per_token))
         for row, positions, own in zip(micro_batch.rows, *found, strict=True):
@@ -232,23 +254,14 @@ class Placed(NamedTuple):
     pairs: IntArray  # [K] (query, key) pairs of its attention: every node sees itself and what is above it
 
 
-def estimate_attention_cost(*, layers: int, attention_width: int, parameters: int) -> float:
-    """What a (query, key) pair costs in tokens, by FLOPs: 4·layers·attention_width over 2·parameters.
-
-    `attention_width`: heads times the size of one; `parameters`: those that every token is multiplied by, the
-    head included.
-    """
-    return 2 * layers * attention_width / parameters
-
-
-def compute_round_cost(costs: Sequence[float] | Costs, ranks: int) -> float:
+def compute_round_cost(costs: Costs, ranks: int) -> float:
     """What all rounds cost together when `ranks` bins at a time are computed, the dearest first: each round
     its dearest bin.
     """
     return np.sort(costs)[::-ranks].sum()
 
 
-def sort_rows(tokens: Sequence[IntArray], numbers: IntArray, lengths: IntArray, *, share: bool) -> SortedRows:
+def sort_rows(tokens: TokenRows, numbers: IntArray, lengths: IntArray, *, share: bool) -> SortedRows:
     """The first `lengths` tokens of the rows `numbers`, sorted; without `share` in their own order, as if
     none had anything in common.
     """
@@ -290,7 +303,7 @@ def _find_packed_bins(rows: SortedRows, budget: int, ranks: int, attention_cost:
     """[n] the bin of each row, in several ways: items of several sizes, single rows, neighbours in order."""
     shared, is_trie = rows.shared, rows.common.any()  # each bin has the `shared` tokens once
     capacity = max(budget - shared, 1)
-    counts: set[int] = set()
+    counts = set()
     for parts in (*PARTS, 0) if is_trie else (0,):
         items = np.arange(len(rows.numbers))
         if parts:
@@ -343,7 +356,7 @@ def fill_bins(sizes: IntArray, capacity: int) -> IntArray:
     An item above the capacity gets a bin of its own. Bins are numbered from 0, none is empty. O(n log n).
     """
     bins = np.zeros(len(sizes), np.int64)
-    rooms: list[tuple[int, int]] = []  # (room, bin), rising
+    rooms = []  # (room, bin), rising
     used = 0
     for item in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[item])
@@ -366,7 +379,7 @@ def spread_over_bins(sizes: IntArray, costs: Costs, count: int, capacity: int) -
     sizes = np.minimum(sizes, capacity)
     bins = np.zeros(len(sizes), np.int64)
     cheapest = [(0.0, number, capacity) for number in range(count)]  # (cost, bin, room)
-    parked: list[tuple[int, float, int]] = []  # (-room, cost, bin): no room for the last item
+    parked = []  # (-room, cost, bin): no room for the last item
     for item in np.lexsort((-costs, -sizes)).tolist():
         size = int(sizes[item])
         while parked and -parked[0][0] >= size:

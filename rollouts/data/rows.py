@@ -20,7 +20,6 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -32,6 +31,7 @@ from rollouts.messages import checked_messages, parse_json
 from rollouts.types import ChatMessage, JSONValue, check_json
 
 Row = dict[str, Any]
+Messages = Sequence[ChatMessage]
 
 # of a row as UTF-8 JSON: no model reads a longer one, and one broken line would fill the memory
 MAX_ROW_BYTES = 2**20
@@ -57,7 +57,7 @@ def parse_row(
     value: object,
     use: RowUse = "any",
     *,
-    columns: Mapping[str, str] | None = None,
+    columns: Mapping[str, str] = {},
     system_prompt: str | None = None,
 ) -> Row:
     """What a source gave as a row that is good for its use: columns renamed, values as JSON, the responses of
@@ -66,19 +66,18 @@ def parse_row(
     if not isinstance(value, Mapping):
         kind = "null" if value is None else f"of type {type(value).__name__}"
         raise DataError(f"the row is {kind}; it must be an object with `prompt` or `messages`")
-    columns = columns or {}
     taken = {ours: _look_up(value, theirs) for ours, theirs in columns.items() if theirs}
     # a field that got another name loses its own; a name of "" leaves a field out
     moved = {*columns, *columns.values()}
-    row = to_json({**taken, **{key: inner for key, inner in value.items() if key not in moved}})
+    row = to_json(taken | {key: inner for key, inner in value.items() if key not in moved})
     if use in RESPONSES:
         row = _split_responses(row, use)
-    turns = {"prompt": read_prompt, "messages": partial(parse_messages, where="messages")}
+    turns = {"prompt": read_prompt, "messages": parse_messages}
     asked = {key: read(row[key]) for key, read in turns.items() if key in row}
     if not asked:
         hint = next(filter(None, (did_you_mean(key, turns) for key in row)), "")
         raise DataError(f"neither `prompt` nor `messages`; the row has {', '.join(row) or 'no fields'}{hint}")
-    parse_tools(row.get("tools"), where="tools")
+    parse_tools(row.get("tools"))
     if use == "prompt" and "prompt" not in row:
         raise DataError("no `prompt`; RL and evaluation rows need one (`messages` alone is for SFT)")
     if use == "conversation":
@@ -153,7 +152,7 @@ def _look_up(row: Mapping[str, Any], path: str) -> JSONValue:
 # --- prompts and conversations ------------------------------------------------------------------------------
 
 
-def parse_messages(messages: object, *, where: str) -> list[ChatMessage]:
+def parse_messages(messages: object, *, where: str = "messages") -> list[ChatMessage]:
     """The chat messages of a row in one form: every content a text, every other key as the row has it (see
     types.checked_message).
 
@@ -166,12 +165,12 @@ def parse_messages(messages: object, *, where: str) -> list[ChatMessage]:
         raise DataError(str(error)) from error
 
 
-def parse_prompt(prompt: str | Sequence[ChatMessage]) -> list[ChatMessage]:
+def parse_prompt(prompt: str | Messages) -> list[ChatMessage]:
     """A prompt as messages; text is one user turn."""
     return [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
 
 
-def parse_tools(tools: object, *, where: str) -> list[dict[str, Any]] | None:
+def parse_tools(tools: object, *, where: str = "tools") -> list[dict[str, Any]] | None:
     """The tools of a row, from a list of JSON schemas or its JSON text; None if there are none (null, or an
     empty list).
 
@@ -179,7 +178,7 @@ def parse_tools(tools: object, *, where: str) -> list[dict[str, Any]] | None:
     """
     rule = "it must be a list of tools as JSON schemas"
     try:
-        value: Any = parse_json(tools) if isinstance(tools, str) else tools
+        value = parse_json(tools) if isinstance(tools, str) else tools
         check_json(where, value)
     except (ValueError, RecursionError) as error:
         problem = f"{where} is text but not JSON ({error}); {rule}"
@@ -212,12 +211,12 @@ def read_prompt(prompt: object) -> list[ChatMessage]:
     return messages
 
 
-def row_to_conversation(row: Mapping[str, Any]) -> list[ChatMessage]:
+def row_to_conversation(row: Row) -> list[ChatMessage]:
     """The messages that SFT trains on: row["messages"], or the prompt followed by row["answer"] as the
     assistant's turn. Raises DataError if there is no assistant turn to train on.
     """
     if "messages" in row:
-        messages = parse_messages(row["messages"], where="messages")
+        messages = parse_messages(row["messages"])
         if not any(message["role"] == "assistant" for message in messages):
             raise DataError("messages has no assistant turn; SFT trains on assistant turns")
         return messages

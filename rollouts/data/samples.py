@@ -8,8 +8,6 @@ trains: chosen and rejected, or a completion and, after the same prompt, the com
 with which KTO estimates its reference point.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -25,13 +23,12 @@ from rollouts.data.chat import (
     ChatTokenizer,
     TemplateParams,
     TrainOn,
-    compute_loss_mask,
     tokenize_conversation,
 )
 from rollouts.data.mixture import Mixture, Source
-from rollouts.data.rows import Row, RowUse, naming, parse_tools, row_to_conversation
+from rollouts.data.rows import Messages, Row, RowUse, naming, parse_tools, row_to_conversation
 from rollouts.errors import DataError
-from rollouts.types import BoolArray, ChatMessage, IntArray, RolloutBatch
+from rollouts.types import BoolArray, IntArray, RolloutBatch
 
 NO_TOKENS = "no_trained_tokens"  # max_length ends before the first token that trains
 SAME_RESPONSE = "same_response"  # chosen and rejected are one and the same within max_length
@@ -44,7 +41,7 @@ class SFTSample(NamedTuple):
     token_ids: IntArray  # [T]
     loss_mask: BoolArray  # [T] 1 where the token trains; at least one does, the first never
 
-    def cut(self, max_length: int) -> SFTSample:
+    def cut(self, max_length: int) -> "SFTSample":
         """Its first tokens."""
         return SFTSample(self.token_ids[:max_length], self.loss_mask[:max_length])
 
@@ -69,13 +66,13 @@ def prepare_samples(
 
     Raises DataError and ModelError naming the row, DataError naming max_length if a source has nothing left.
     """
-    sources: list[Source[Any]] = []
-    dropped: Counter[str] = Counter()
+    sources = []
+    dropped = Counter()
     truncated = 0
     for index, source in enumerate(mixture.sources):
         key = f"{name}.{index}" if len(mixture.sources) > 1 else name
-        slots: list[Any] = []
-        reasons: Counter[str] = Counter()
+        slots = []
+        reasons = Counter()
         for row_id, row in enumerate(source.rows):
             if row is None:
                 slots.append(None)
@@ -124,18 +121,20 @@ def prepare_sft_mixture(
 
 
 def _tokenize_row(
-    messages: Sequence[ChatMessage],
+    messages: Messages,
     row: Row,
     tokenizer: ChatTokenizer,
     train_on: TrainOn,
     params: TemplateParams,
 ) -> SFTSample:
     """The messages, with the row's tools, as one sample, whole."""
-    tools = parse_tools(row.get("tools"), where="tools")
+    tools = parse_tools(row.get("tools"))
     found = tokenize_conversation(messages, tokenizer, train_on=train_on, params=params, tools=tools)
-    sample = SFTSample(found.token_ids, compute_loss_mask(found))
-    assert not sample.loss_mask[0], "the first token has nothing before it to be predicted from"
-    return sample
+    mask = np.zeros(len(found.token_ids), np.bool_)
+    for span in found.spans:
+        mask[span] = True
+    assert not mask[0], "the first token has nothing before it to be predicted from"
+    return SFTSample(found.token_ids, mask)
 
 
 def make_sft_batch(samples: Sequence[SFTSample]) -> RolloutBatch:
@@ -166,21 +165,20 @@ def prepare_preference_mixture(
     has none left, a pair also if the two are the same then; all of this is counted. Raises as
     prepare_samples, and DataError if all prompts of labelled rows are the same.
     """
-    rows = mixture.samples
-    fields = ("chosen", "rejected") if use == "pair" else ("completion",)
-    pairs = [{field: row[field] for field in fields} for row in rows]
+    fields = columns = ("chosen", "rejected") if use == "pair" else ("completion",)
     if use == "labelled":
+        rows, columns = mixture.samples, (*fields, "the completion of another row")
         with naming(name):
             others = mismatch_completions([json.dumps(row["prompt"], sort_keys=True) for row in rows])
-        for pair, other in zip(pairs, others, strict=True):
-            pair["the completion of another row"] = rows[other]["completion"]
-    left = iter(pairs)
+        mixture = mixture.with_samples(
+            {**row, columns[1]: rows[other]["completion"]} for row, other in zip(rows, others, strict=True)
+        )
 
     def prepare(row: Row) -> tuple[PreferenceSample, int] | str:
-        whole: list[SFTSample] = []
-        for field, response in next(left).items():
+        whole = []
+        for field in columns:
             with naming(field):
-                sample = _tokenize_row([*row["prompt"], *response], row, tokenizer, "last", params)
+                sample = _tokenize_row([*row["prompt"], *row[field]], row, tokenizer, "last", params)
             whole.append(sample.cut(int(np.flatnonzero(sample.loss_mask)[-1]) + 1))
         cut = tuple(response.cut(max_length) for response in whole)
         assert len({response.token_ids[~response.loss_mask].tobytes() for response in whole}) == 1
@@ -208,11 +206,10 @@ def mismatch_completions(prompt_ids: Sequence[Hashable]) -> list[int]:
             f"{count} rows have {different} different prompt; mismatched pairs need at least two; use rows of"
             " several prompts"
         )
-    following = [0] * (2 * count)
-    for row in range(2 * count - 2, -1, -1):
-        differ = prompt_ids[row % count] != prompt_ids[(row + 1) % count]
-        following[row] = row + 1 if differ else following[row + 1]
-    return [index % count for index in following[:count]]
+    # rows before which another prompt stands, the last row being before the first
+    changes = np.flatnonzero([prompt_ids[row - 1] != prompt_ids[row] for row in range(count)])
+    following = np.searchsorted(changes, np.arange(count), side="right")
+    return changes[following % len(changes)].tolist()
 
 
 def prompt_of(sample: PreferenceSample) -> bytes:

@@ -71,7 +71,6 @@ def install_cpu_environment(
 def run_command(*argv: str) -> None:
     """Waits for a command. Raises EngineSetupError with the end of what it said if it fails."""
     # the trial import compiles what servers import, or each of their starts would take minutes
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
     try:
         subprocess.check_output(
             argv,
@@ -79,7 +78,7 @@ def run_command(*argv: str) -> None:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=env,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
         )
     except subprocess.CalledProcessError as error:
         said = "\n".join(error.output.splitlines()[-SHOWN_LINES:])

@@ -16,9 +16,10 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 import trio
@@ -33,7 +34,7 @@ from rollouts.engines.fleet_members import (
     choose_member,
     unite_features,
 )
-from rollouts.engines.wire import make_empty_completion
+from rollouts.engines.wire import NamedAdapters, make_empty_completion
 from rollouts.errors import (
     EngineClosed,
     EngineError,
@@ -44,6 +45,7 @@ from rollouts.errors import (
     RequestRefused,
 )
 from rollouts.metrics.spans import Answered, note_answer
+from rollouts.models.limits import check_adapter
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import InferenceEngine, PauseMode
 from rollouts.types import Completion, GenerateRequest
@@ -98,10 +100,11 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self.published_version = -1
-        self._members: dict[str, FleetMember] = {}
+        self._members: list[FleetMember] = []
         self._calls: dict[str, Call] = {}  # everyone who is in generate(), by request id
-        self._queue: deque[Call] = deque()  # who waits for a seat
+        self._queue = deque[Call]()  # who waits for a seat
         self._answered_by: dict[str, str] = {}  # name of the engine, by trajectory
+        self._adapters = NamedAdapters()  # which every member has
         self._paused = self._closed = False
         self._down_since = math.inf  # nobody serves since then; inf: somebody does
         self._counts = Counter({"fleet/retries": 0})
@@ -120,17 +123,16 @@ class Fleet:
         are dead for good; EngineClosed.
         """
         self._check_open()
+        check_adapter(request, self._adapters.paths)
         if request.request_id in self._calls:
-            raise RequestRefused(
-                f"request {request.request_id!r} is in flight in this fleet already; ids must be unique"
-            )
+            raise RequestRefused(f"request {request.request_id!r} is in flight already; ids must be unique")
         call = self._calls[request.request_id] = Call(request)
         try:
             with call.life:
                 return await self._run(call)
         finally:
             del self._calls[request.request_id]
-        if call.failure is not None:
+        if call.failure:
             raise call.failure
         return make_empty_completion(request)
 
@@ -145,9 +147,11 @@ class Fleet:
                 self._leave_seat(call, member)
             now = trio.current_time()
             if isinstance(outcome, Completion):
-                seconds, tokens = now - call.sent_at, len(outcome.token_ids)
-                note_answer(Answered(member.name, call.sent_at, seconds, tokens))
-                self._note_trajectory(call, member)
+                note_answer(Answered(member.name, call.sent_at, now - call.sent_at, len(outcome.token_ids)))
+                if key := call.request.trajectory:
+                    self._answered_by[key] = member.name
+                    if len(self._answered_by) > TRAJECTORIES:
+                        del self._answered_by[next(iter(self._answered_by))]
                 return outcome
             if call.aborted:
                 return make_empty_completion(call.request)
@@ -169,41 +173,34 @@ class Fleet:
                         f"{member.name} left service while request {call.request.request_id!r} was on it:"
                         f" {member.last_error}"
                     )
-            if outcome is not None:  # else the engine left service: elsewhere, at once
+            if outcome:  # else the engine left service: elsewhere, at once
                 call.avoid = member.name
                 await trio.sleep(back_off_s(tries, RETRY_S, RETRY_CAP_S, self._random))
 
-    def _note_trajectory(self, call: Call, member: FleetMember) -> None:
-        if key := call.request.trajectory:
-            self._answered_by[key] = member.name
-            if len(self._answered_by) > TRAJECTORIES:
-                del self._answered_by[next(iter(self._answered_by))]
-
     async def _take_seat(self, call: Call) -> FleetMember:
         """The engine on which this call has a seat. _watch_service ends the wait where nobody serves."""
-        queue_up = self._queue.append if call.seat is None else self._queue.appendleft
+        (self._queue.appendleft if call.seat else self._queue.append)(call)
         call.seat, call.seated, call.stay = None, trio.Event(), trio.CancelScope()
-        queue_up(call)
         self._note_service()
         try:
             self._dispatch()
             await call.seated.wait()
         except BaseException:
-            if call.seat is None:
+            if not call.seat:
                 self._queue.remove(call)
             else:
                 self._leave_seat(call, call.seat)
             raise
-        assert call.seat is not None
+        assert call.seat
         return call.seat
 
     def _dispatch(self) -> None:
         """Seats those who wait, the first first, for as long as there are seats."""
         while self._queue and not self._paused:
             call = self._queue[0]
-            last = self._answered_by.get(call.request.trajectory)
-            member = choose_member(self._members.values(), call, last)
-            if member is None:
+            answered_by = self._answered_by.get(call.request.trajectory)
+            member = choose_member(self._members, call, answered_by)
+            if not member:
                 return
             self._queue.popleft()
             member.sent += 1
@@ -234,7 +231,7 @@ class Fleet:
         """An outage begins when the last engine is lost or, before the first update, with the first request.
         An engine that served and is updated is no outage; an update that begins in an outage does not end it.
         """
-        if any(member.condition == "healthy" and not member.leaving for member in self._members.values()):
+        if any(member.condition == "healthy" and not member.leaving for member in self._members):
             self._down_since = math.inf
         elif self._down_since == math.inf and (self.published_version >= 0 or self._queue):
             self._down_since = trio.current_time()
@@ -242,20 +239,16 @@ class Fleet:
 
     def _is_over(self) -> bool:
         """Whether every member is dead for good: waiting brings nobody back."""
-        return bool(self._members) and all(member.gave_up for member in self._members.values())
-
-    def _is_down(self) -> bool:
-        """Whether nobody waits any longer for somebody to serve."""
-        down_s = trio.current_time() - self._down_since
-        return down_s >= self._down_limit_s or (down_s >= 0 and self._is_over())
+        return bool(self._members) and all(member.gave_up for member in self._members)
 
     async def _watch_service(self) -> None:
         """Warns while nobody serves, and ends the wait for it at the limit."""
         warned_at = -math.inf
         while True:
             now = trio.current_time()
-            if self._is_down():
-                for call in self._queue:
+            down_s = now - self._down_since
+            if down_s >= self._down_limit_s or (down_s >= 0 and self._is_over()):
+                for call in self._queue:  # nobody waits any longer
                     call.end(self._make_fleet_down(self._down_since))
             warn_at = max(self._down_since, warned_at) + WARN_EVERY_S
             if now >= warn_at:
@@ -267,9 +260,9 @@ class Fleet:
                 await self._changed.park()
 
     def _describe_outage(self, since: float) -> str:
-        states = "; ".join(member.describe() for member in self._members.values()) or "all have left"
         return (
-            f"no engine of the fleet has been in service for {trio.current_time() - since:.0f} s: {states}."
+            f"no engine of the fleet has been in service for {trio.current_time() - since:.0f} s:"
+            f" {'; '.join(member.describe() for member in self._members) or 'all have left'}."
         )
 
     def _make_fleet_down(self, since: float) -> FleetDown:
@@ -322,21 +315,22 @@ class Fleet:
     def publish(self, version: int) -> None:
         """`version` is the fleet's: whoever serves an older one goes stale; stale members are announced."""
         self.published_version = version
-        for member in self._members.values():
+        for member in self._members:
             member.publish(version)
 
     def _find(self, engine: InferenceEngine) -> FleetMember | None:
         """Its member; None when it has left."""
-        member = self._members.get(engine.features.name)
-        return member if member is not None and member.engine is engine else None
+        return next((member for member in self._members if member.engine is engine), None)
 
     # --- coming and going
 
     async def join(self, member: Member) -> None:
-        """Takes a member in, stale. Raises EngineSetupError as open_fleet does."""
-        self._check_open()
-        self._add(member)
-        await trio.lowlevel.checkpoint()
+        """Takes a member in, stale, with all adapters. Raises EngineSetupError as open_fleet does."""
+        async with self._adapters.changing:
+            for name, path in self._adapters.paths.items():
+                await member.engine.add_adapter(name, path)
+            self._check_open()
+            self._add(member)
 
     def _add(self, joining: Member) -> None:
         member = FleetMember(
@@ -348,13 +342,10 @@ class Fleet:
             tell=self._member_changed,
             announce=self._stale_sender.send_nowait,
         )
-        if member.name in self._members:
-            raise EngineSetupError(
-                f"two engines of the fleet are named {member.name!r}; names must be unique, give one another"
-                " `name`"
-            )
-        self.features = unite_features([*self._members.values(), member])
-        self._members[member.name] = member
+        if any(one.name == member.name for one in self._members):
+            raise EngineSetupError(f"two engines are named {member.name!r}; give one another `name`")
+        self.features = unite_features([*self._members, member])
+        self._members.append(member)
         if self.published_version >= 0:
             member.publish(self.published_version)
         self._nursery.start_soon(member.look_after)
@@ -363,7 +354,7 @@ class Fleet:
     async def leave(self, engine: InferenceEngine, *, grace_s: float = 60.0) -> None:
         """Lets a member go: it gets nothing new, what it has not answered in `grace_s` is asked elsewhere."""
         member = self._find(engine)
-        if member is None or member.leaving:
+        if not member or member.leaving:
             return
         member.leaving = True
         self._note_service()
@@ -375,19 +366,19 @@ class Fleet:
             for call in member.calls:
                 call.stay.cancel()
             member.scope.cancel()
-            del self._members[member.name]
+            self._members.remove(member)
             self._note_service()
             if self._members:
-                self.features = unite_features(self._members.values())
+                self.features = unite_features(self._members)
 
     # --- the fleet as an engine
 
     async def _tell_all(
-        self, members: Sequence[FleetMember], tell: Callable[[InferenceEngine], Awaitable[None]]
+        self, members: Iterable[FleetMember], tell: Callable[[InferenceEngine], Awaitable[None]]
     ) -> dict[FleetMember, EngineError]:
         """The errors, when all were told."""
         self._check_open()
-        errors: dict[FleetMember, EngineError] = {}
+        errors = {}
 
         async def tell_one(member: FleetMember) -> None:
             try:
@@ -401,7 +392,7 @@ class Fleet:
         return errors
 
     def _reachable(self) -> list[FleetMember]:
-        return [member for member in self._members.values() if not (member.is_down or member.leaving)]
+        return [member for member in self._members if not (member.is_down or member.leaving)]
 
     def _refuse(self, *args: object, **options: object) -> NoReturn:
         raise EngineError(
@@ -426,7 +417,7 @@ class Fleet:
         error after all were told: a resume() is owed in any case.
         """
         self._paused = True
-        serving = [one for one in self._members.values() if one.condition in SERVED]
+        serving = [one for one in self._members if one.condition in SERVED]
         for error in (await self._tell_all(serving, lambda engine: engine.pause(mode))).values():
             raise error
 
@@ -437,13 +428,27 @@ class Fleet:
         for error in (await self._tell_all(self._reachable(), lambda engine: engine.resume())).values():
             raise error
 
+    async def add_adapter(self, name: str, adapter: Path) -> None:
+        """Every member takes it, or none, and the error of one is raised; who is away takes it when back."""
+        async with self._adapters.adding(name, adapter):
+            members = {*self._members}
+            errors = await self._tell_all(members, lambda engine: engine.add_adapter(name, adapter))
+            for error in errors.values():
+                await self._tell_all(members - errors.keys(), lambda engine: engine.remove_adapter(name))
+                raise error
+
+    async def remove_adapter(self, name: str) -> None:
+        """Requests may not name it any more. Raises EngineError while one in flight does."""
+        async with self._adapters.removing(name, (call.request for call in self._calls.values())):
+            await self._tell_all(self._members, lambda engine: engine.remove_adapter(name))
+
     async def abort_all(self) -> None:
         """Every request is answered with what it has: nothing, if no engine works on it or it is held."""
         for call in self._calls.values():
             call.aborted = True
             if not call.is_asked:
                 call.end(None)
-        busy = [member for member in self._members.values() if member.calls]
+        busy = [member for member in self._members if member.calls]
         for member in await self._tell_all(busy, lambda engine: engine.abort_all()):
             for call in member.calls:
                 if call.aborted:
@@ -452,7 +457,7 @@ class Fleet:
     async def health(self) -> bool:
         """Whether anyone is in service."""
         await trio.lowlevel.checkpoint()
-        return any(member.in_service for member in self._members.values())
+        return any(member.in_service for member in self._members)
 
     def statistics(self) -> dict[str, int]:
         """`engine/<name>/…` for each member, and `fleet/…`. state: 0 healthy, 1 suspect, 2 dead, 3
@@ -460,10 +465,11 @@ class Fleet:
         """
         values = {
             **self._counts,
-            "fleet/serving": sum(member.in_service for member in self._members.values()),
+            "fleet/serving": sum(member.in_service for member in self._members),
             "fleet/queued": len(self._queue),
         }
-        for name, member in self._members.items():
+        for member in self._members:
+            name = member.name
             values |= {
                 f"engine/{name}/state": CONDITIONS.index(member.condition),
                 f"engine/{name}/version": member.version,

@@ -18,7 +18,7 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 import trio
@@ -59,20 +59,20 @@ class Member(NamedTuple):
     wait_exited: Callable[[], Awaitable[str]] | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """A caller of generate()."""
 
     request: GenerateRequest
     seat: FleetMember | None = None  # its engine, or the last that it had
-    seated: trio.Event = field(default_factory=trio.Event)
+    seated: trio.Event = field(init=False)  # of that engine, as `stay`
     sent_at: float = 0.0  # when it took that seat
     avoid: str | None = None  # the engine that failed it last
     is_asked: bool = False  # an engine works on it, and can be told to abort it
     aborted: bool = False
     failure: EngineError | None = None  # why it ended
     life: trio.CancelScope = field(default_factory=trio.CancelScope)
-    stay: trio.CancelScope = field(default_factory=trio.CancelScope)  # on an engine
+    stay: trio.CancelScope = field(init=False)
 
     def end(self, failure: EngineError | None) -> None:
         """generate() raises `failure`; None: it answers that the request was aborted."""
@@ -80,7 +80,7 @@ class Call:
         self.life.cancel()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class FleetMember:
     """The state of one engine. Its methods are the events; each tells the fleet what changed."""
 
@@ -107,10 +107,11 @@ class FleetMember:
     resting_until: float = -math.inf  # no request before: it was overloaded
     due: float = math.inf
     last_error: str = ""
-    changed: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around its tasks
-    acting: trio.CancelScope = field(default_factory=trio.CancelScope)
-    watching: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    def __post_init__(self) -> None:
+        self.changed = trio.lowlevel.ParkingLot()
+        self.scope = trio.CancelScope()  # around its tasks
+        self.acting, self.watching = trio.CancelScope(), trio.CancelScope()
 
     @property
     def engine(self) -> InferenceEngine:
@@ -175,9 +176,6 @@ class FleetMember:
         """The time after the back-off that follows `count` failures in a row."""
         return trio.current_time() + back_off_s(count, RECOVER_S, RECOVER_CAP_S, self.random_)
 
-    def count(self, error: BaseException) -> None:
-        self.counts[f"fleet/failures/{type(error).__name__}"] += 1
-
     # --- requests
 
     async def ask(self, call: Call) -> Completion | InfrastructureError | None:
@@ -200,11 +198,13 @@ class FleetMember:
                 return completion
             except RequestRefused:
                 raise
-            except EngineOverloaded as error:
-                self.overloaded(error)
-                return error
             except EngineError as error:
-                self.doubt(error, sent_at=call.sent_at)
+                self.counts[f"fleet/failures/{type(error).__name__}"] += 1
+                self.last_error = str(error)
+                if isinstance(error, EngineOverloaded):
+                    self.overloaded(error)
+                else:
+                    self.doubt(call.sent_at)
                 if isinstance(error, InfrastructureError):
                     return error
                 # closed, 401, 404, another version: this engine would draw all requests by failing
@@ -237,8 +237,6 @@ class FleetMember:
         """It takes no more: the limit is halved once per rest, and it is left alone for what it asks, or for
         a back-off.
         """
-        self.count(error)
-        self.last_error = str(error)
         now, asked_s = trio.current_time(), error.retry_after_s
         if now >= self.resting_until:  # the others of one burst come during the rest that the first began
             self.overloads += 1
@@ -250,24 +248,20 @@ class FleetMember:
             self.due = self.resting_until
             self.changed.unpark_all()
 
-    def doubt(self, error: EngineError, *, sent_at: float) -> None:
+    def doubt(self, sent_at: float) -> None:
         """A failure that is the engine's: it is checked at once. Counts once per spell of health, whatever
         number of requests failed in that spell.
         """
-        self.count(error)
         self.all_failures += 1
-        self.last_error = str(error)
-        if self.condition != "healthy" or sent_at < self.healthy_since:
-            return
-        if not self._strike(str(error)):
+        if self.condition == "healthy" and sent_at >= self.healthy_since and not self._strike():
             due = math.inf if self.updating else trio.current_time()
             self._set("suspect", due=due, updating=self.updating)
 
-    def _strike(self, error: str, *, may_die: bool = True) -> bool:
-        """Whether it dies of this failure."""
+    def _strike(self, *, may_die: bool = True) -> bool:
+        """Whether it dies of this failure, its last error."""
         self.strikes += 1
         if may_die and self.strikes >= IN_A_ROW:
-            self.die(f"{self.strikes} failures without one success between them, the last: {error}")
+            self.die(f"{self.strikes} failures without one success between them, the last: {self.last_error}")
         return self.is_down
 
     def die(self, error: str) -> None:
@@ -280,7 +274,7 @@ class FleetMember:
         self._lie_dead(error)
 
     def _lie_dead(self, error: str) -> None:
-        spent = self.member.restart is not None and self.tries >= MAX_RESTARTS
+        spent = self.member.restart and self.tries >= MAX_RESTARTS
         self._set("dead", due=math.inf if spent else self._after(self.tries + 1), error=error)
 
     def _go_stale(self, error: str = "") -> None:
@@ -316,8 +310,8 @@ class FleetMember:
         if self.is_down:
             return
         self.all_failures += 1
-        if not self._strike(error, may_die=self.member.restart is not None):
-            self._set("stale", due=self._after(self.strikes), error=error)
+        if not self._strike(may_die=self.member.restart is not None):
+            self._set("stale", due=self._after(self.strikes))
 
     def publish(self, version: int) -> None:
         """Whoever serves an older version is stale from now on; whoever is stale and waits is announced."""
@@ -335,7 +329,7 @@ class FleetMember:
         """Everything that is done for it, until it leaves."""
         with self.scope:
             async with trio.open_nursery() as nursery:
-                if self.member.wait_exited is not None:
+                if self.member.wait_exited:
                     nursery.start_soon(self._watch_process)
                 while True:
                     with trio.move_on_at(self.due):
@@ -344,8 +338,18 @@ class FleetMember:
                     await self._act()
 
     async def _act(self) -> None:
-        if self.condition == "dead" and self.member.restart is not None:
-            await self._restart()
+        if self.condition == "dead" and self.member.restart:
+            self.watching.cancel()
+            self.tries += 1
+            self.restarts += 1
+            self._set("restarting")
+            try:
+                await self.member.restart()
+            except Exception as error:  # what keeps a server from starting is reported, and it is tried again
+                self.counts[f"fleet/failures/{type(error).__name__}"] += 1
+                self._lie_dead(f"{type(error).__name__}: {error}")
+            else:
+                self._come_back()
         elif self.condition in ("suspect", "dead"):
             with trio.CancelScope() as self.acting:
                 await self._examine()
@@ -376,25 +380,13 @@ class FleetMember:
             self._set("healthy")
         elif version is not None:
             self._go_stale(f"it reports weight version {version}, committed was {self.version}")
-        elif not self._strike(error):
-            self.last_error, self.due = error, self._after(self.strikes)
-
-    async def _restart(self) -> None:
-        assert self.member.restart is not None
-        self.watching.cancel()
-        self.tries += 1
-        self.restarts += 1
-        self._set("restarting")
-        try:
-            await self.member.restart()
-        except Exception as error:  # whatever keeps a server from starting is reported, and it is tried again
-            self.count(error)
-            self._lie_dead(f"{type(error).__name__}: {error}")
         else:
-            self._come_back()
+            self.last_error = error
+            if not self._strike():
+                self.due = self._after(self.strikes)
 
     async def _watch_process(self) -> None:
-        assert self.member.wait_exited is not None
+        assert self.member.wait_exited
         while True:
             while self.is_down:
                 await self.changed.park()
@@ -440,13 +432,11 @@ def unite_features(members: Iterable[FleetMember]) -> EngineFeatures:
                 " fleet serve one model, and none generates with the trainer's own parameters"
             )
     shared = "update_from_checkpoint keep_pause deterministic seeds version_spans log_probs"
-    return replace(
-        first,
+    return EngineFeatures(  # weights in memory are the members', by weight_sync
+        first.vocab_size,
+        min(features.context_length for features in each),
         **{name: all(getattr(features, name) for features in each) for name in shared.split()},
         name="fleet",
-        context_length=min(features.context_length for features in each),
-        in_memory_update=False,  # of the members, by weight_sync
-        checksum=False,
         max_adapter_rank=min(features.max_adapter_rank for features in each),
         frees_memory=False,
         gaps=tuple(dict.fromkeys(gap for features in each for gap in features.gaps)),

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import httpx
 import trio
@@ -80,11 +80,11 @@ class HttpClient:
         if self._closed:
             raise EngineClosed(f"{where}: the client is closed; use it inside its `async with`")
         timeout = httpx.Timeout(silence_s, connect=CONNECT_S, pool=None).as_dict()
-        headers = dict(self.headers)
+        headers, parts = dict(self.headers), [body] if body else []
         if method != "GET":
             headers |= {"content-length": str(len(body or b"")), "content-type": "application/json"}
         request = httpx.Request(
-            method, self.url + path, headers=headers, stream=_Body(body), extensions={"timeout": timeout}
+            method, self.url + path, headers=headers, stream=_Body(parts), extensions={"timeout": timeout}
         )
         reply, kept = None, False
         try:
@@ -106,7 +106,7 @@ class HttpClient:
                 raise _Unanswered(f"{where}: the server closed the connection without an answer") from error
             raise ReplyError(f"{where}: the answer is cut or not HTTP: {error}") from error
         except httpx.TransportError as error:
-            kind = EngineUnreachable if reply is not None else _Unanswered
+            kind = EngineUnreachable if reply else _Unanswered
             raise kind(f"{where}: the connection broke: {_describe(error)}") from error
         finally:
             if kept:
@@ -124,19 +124,19 @@ class HttpClient:
             await _close(self._idle.pop()[1])
 
 
+@dataclass
 class _Body(httpx.AsyncByteStream):
     """A request's body. httpx's own is a generator, which a cancelled request leaves unfinished."""
 
-    def __init__(self, body: bytes | None) -> None:
-        self._parts = [body] if body else []
+    parts: list[bytes]
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self
 
     async def __anext__(self) -> bytes:
-        if not self._parts:
+        if not self.parts:
             raise StopAsyncIteration
-        return self._parts.pop()
+        return self.parts.pop()
 
 
 class _Unanswered(EngineUnreachable):
@@ -145,7 +145,7 @@ class _Unanswered(EngineUnreachable):
 
 def _describe(error: BaseException) -> str:
     """What the first cause says, which httpx leaves out."""
-    while (cause := error.__cause__ or error.__context__) is not None:
+    while cause := error.__cause__ or error.__context__:
         error = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause
     return str(error) or type(error).__name__
 
@@ -163,9 +163,16 @@ async def open_http_client(
     when it is first asked to.
 
     `api_key` goes into every request and into no message. Raises EngineSetupError for a url or a key that
-    cannot be used.
+    cannot be used, and shows no query and no password of a url: either may be a key.
     """
-    parts = split_url(url)
+    found = URL.fullmatch(url)
+    if not found or not 0 < int(found["port"] or 80) < 1 << 16:
+        shown = re.split("[?#]", url.rpartition("@")[2])[0]
+        raise EngineSetupError(
+            f"url={shown!r} is not http(s)://host[:port][/prefix]; it may have no query and no password, and"
+            " the key goes into api_key"
+        )
+    parts = urlsplit(url)
     context = ssl.create_default_context() if parts.scheme == "https" else _NO_TLS
     limits = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=IDLE_S)
     headers = {"host": parts.netloc, "accept-encoding": "identity"}
@@ -182,23 +189,8 @@ async def open_http_client(
             verify=context, limits=limits, transport=transport and transport(), trust_env=False
         )
 
-    shown = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-    client = HttpClient(shown, headers, make)
+    client = HttpClient(f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}", headers, make)
     try:
         yield client
     finally:
         await client.aclose()
-
-
-def split_url(url: str) -> SplitResult:
-    """The parts of a server's url. Raises EngineSetupError, which shows no query and no password: either may
-    be a key.
-    """
-    found = URL.fullmatch(url)
-    if found is None or not 0 < int(found["port"] or 80) < 1 << 16:
-        shown = re.split("[?#]", url.rpartition("@")[2])[0]
-        raise EngineSetupError(
-            f"url={shown!r} is not http(s)://host[:port][/prefix]; it may have no query and no password, and"
-            " the key goes into api_key"
-        )
-    return urlsplit(url)

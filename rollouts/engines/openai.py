@@ -11,22 +11,25 @@ NaN, which no Sample accepts; versions are −1.
 
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import msgspec
 import numpy as np
 
-from rollouts.engines.server import (
-    Dialect,
-    ServerEngine,
-    ServerOptions,
-    open_server_engine,
+from rollouts.engines.server import Dialect, ServerEngine, ServerOptions, open_server_engine
+from rollouts.engines.wire import (
+    UNKNOWN_VERSION,
+    ServedModel,
+    Server,
+    decode_reply,
     refuse_settings,
     setup_errors,
 )
-from rollouts.engines.wire import UNKNOWN_VERSION, ServedModel, Server, decode_reply
 from rollouts.errors import ReplyError, RequestRefused
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_STOPS = 4  # stop strings that the API takes
 GAPS = (
@@ -43,13 +46,6 @@ TEXT_GAPS = (
 )
 
 
-class TextTokenizer(Protocol):
-    """What turns ids into the text that an endpoint takes, and back."""
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> Any: ...
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> Any: ...
-
-
 class _Choice(msgspec.Struct):
     text: str
     finish_reason: Literal["stop", "length", "content_filter"]
@@ -61,13 +57,15 @@ class OpenAIServer(Dialect):
     """The Dialect of an endpoint that nobody controls."""
 
     model: str
-    tokenizer: TextTokenizer | None
+    tokenizer: "PreTrainedTokenizerBase | None"
     abort_grace_s = 0.0
 
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion:
         """Its log-probs are NaN. Raises RequestRefused for what the API cannot say in text (a top_k, more
         than 4 stop tokens) and if a filter withheld the answer; ReplyError.
         """
+        if request.asks_of_prompt or request.top_log_probs:
+            raise RequestRefused(f"request {request.request_id!r} asks for log-probs, which the API has not")
         answer = await self.server.call("POST", "/v1/completions", self._make_body(request))
         who = f"{self.server.name}, request {request.request_id!r}"
         choices = decode_reply(answer, list[_Choice], field="choices", where=who)
@@ -77,7 +75,7 @@ class OpenAIServer(Dialect):
         if choice.finish_reason == "content_filter":
             raise RequestRefused(f"{who}: the endpoint's content filter withheld the answer")
         ids, vocab_size = choice.token_ids, self.features.vocab_size
-        if self.tokenizer is not None:
+        if self.tokenizer:
             ids = self.tokenizer.encode(choice.text, add_special_tokens=False)
         elif ids is None or len(ids) > limit:  # text, tokenized again, may have more than it was made of
             raise ReplyError(
@@ -96,7 +94,7 @@ class OpenAIServer(Dialect):
 
     def _make_body(self, request: GenerateRequest) -> dict[str, Any]:
         sampling, prompt = request.sampling, request.prompt_ids.tolist()
-        top_k, stops = sampling.top_k, sampling.stop_token_ids
+        top_k, stops, stop_texts = sampling.top_k, sampling.stop_token_ids, sampling.stop_texts
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": sampling.max_new_tokens,
@@ -105,22 +103,22 @@ class OpenAIServer(Dialect):
         }
         if sampling.seed is not None:
             body["seed"] = sampling.seed & (2**63 - 1)
-        if self.tokenizer is None:
+        if not self.tokenizer:
             body |= {"prompt": prompt, "return_token_ids": True, "stop_token_ids": stops}
-            return body | ({"top_k": top_k} if top_k else {})
-        if top_k or len(stops) > MAX_STOPS:
+            asked = {"top_k": top_k, "stop": stop_texts}
+            return body | {name: value for name, value in asked.items() if value}
+        if top_k or len(stops) + len(stop_texts) > MAX_STOPS:
             raise RequestRefused(
-                f"request {request.request_id!r} has top_k={top_k} and {len(stops)} stop tokens; the API has"
-                f" no top_k (set sampling.top_k = 0) and takes {MAX_STOPS} stops"
+                f"request {request.request_id!r} has top_k={top_k}, {len(stops)} stop tokens and"
+                f" {len(stop_texts)} stop texts; the API has no top_k (set sampling.top_k = 0) and takes"
+                f" {MAX_STOPS} stops"
             )
         body["prompt"], *texts = (
             self.tokenizer.decode(ids, skip_special_tokens=False)
             for ids in (prompt, *([token] for token in stops))
         )
+        texts += stop_texts
         return body | ({"stop": texts} if texts else {})
-
-
-OpenAIEngine = ServerEngine
 
 
 def open_openai_engine(
@@ -129,9 +127,9 @@ def open_openai_engine(
     model: str,
     vocab_size: int,
     context_length: int,
-    tokenizer: TextTokenizer | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     **options: Unpack[ServerOptions],
-) -> AbstractAsyncContextManager[OpenAIEngine]:
+) -> AbstractAsyncContextManager[ServerEngine]:
     """The engine behind `url`, without its /v1, until the block ends.
 
     An endpoint says nothing while it generates, so `silence_s` (600 unless given) bounds a whole answer.
@@ -154,9 +152,9 @@ def open_openai_engine(
             version_spans=False,
             log_probs=False,
             frees_memory=False,
-            gaps=GAPS if tokenizer is None else TEXT_GAPS,
+            gaps=TEXT_GAPS if tokenizer else GAPS,
         )
         return OpenAIServer(server, features, model, tokenizer)
 
     options = ServerOptions(silence_s=600.0) | options
-    return open_server_engine(url, shake_hands, kind="openai", health_path="/v1/models", **options)
+    return open_server_engine(url, shake_hands, "openai", "/v1/models", **options)

@@ -10,20 +10,28 @@ file, so it gets a file that its owner alone may read and that is gone once the 
 prints it into its log: logs are readable by their owner only, and it is blotted out in messages.
 """
 
+import importlib.util
 import os
 import re
 import secrets
 import socket
+import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import trio
 
+from rollouts.config.tables import EngineConfig
+from rollouts.engines.fleet import Fleet, open_fleet
+from rollouts.engines.fleet_members import Member
 from rollouts.engines.http import open_http_client
+from rollouts.engines.sglang import open_sglang_engine
+from rollouts.engines.vllm import open_vllm_engine
 from rollouts.engines.wire import START_S
 from rollouts.errors import ConfigError, EngineSetupError, InfrastructureError
 from rollouts.processes.nurseries import run_all
@@ -42,14 +50,13 @@ FIXED_FOR_ALL = f" --host {HOST} --served-model-name policy"
 # and top-p; scale-out opens the endpoint for token ids. SGLang would spin on a core that others need.
 FIXED = {
     "vllm": "--model {model} --logprobs-mode processed_logprobs --enable-scale-out" + FIXED_FOR_ALL,
-    "vllm cpu": "",
     "sglang": "--model-path {model}" + FIXED_FOR_ALL,
     "sglang cpu": "--device cpu --sleep-on-idle",
 }
 # What a user's own flag replaces. A request's seed ends a vLLM server on a CPU that computes prompts in
 # parts; compiling takes minutes on a few cores. SGLang would size its cache by all of the machine's memory.
 DEFAULTS = {
-    "vllm": "--disable-uvicorn-access-log",
+    "vllm": "--disable-uvicorn-access-log --max-logprobs 128",
     "vllm cpu": "--no-enable-chunked-prefill --enforce-eager",
     "sglang": "--log-level-http warning",
     "sglang cpu": "--attention-backend torch_native --max-total-tokens 16384",
@@ -61,7 +68,15 @@ NOT_INHERITED = re.compile(
     "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
     "|PYTHON(PATH|HOME)|VIRTUAL_ENV|VLLM_API_KEY"
 )
+LORA = {  # for adapters; SGLang counts as one that there is none
+    "vllm": "--enable-lora --max-loras 1",
+    "sglang": "--enable-lora --max-loras-per-batch 8",
+    "sglang cpu": "--lora-backend torch_native",
+}
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+MAX_CONCURRENCY = 256  # requests in flight per server
+DOWN_LIMIT_S = 900.0  # without any server in service
+SILENCE_S = 120.0  # without an answer and without progress, after which a server is suspected
 
 
 class EngineCommand(NamedTuple):
@@ -71,13 +86,13 @@ class EngineCommand(NamedTuple):
     python: Path  # the Python that has vLLM or SGLang installed
     model: Path  # a Hugging Face model directory
     args: tuple[str, ...] = ()  # the user's own flags, appended last
-    lora: tuple[int, Sequence[str]] | None = None  # greatest rank and modules of adapters; None: it has none
+    # greatest rank and modules of adapters, of which one is served at a time; None: it has none
+    lora: tuple[int, Sequence[str]] | None = None
 
 
 def find_free_port() -> int:
     """A port on the loopback interface that nobody had a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
+    with socket.create_server((HOST, 0)) as probe:
         return probe.getsockname()[1]
 
 
@@ -93,22 +108,17 @@ class EngineProcess:
     port: int = field(default_factory=find_free_port)
     api_key: str = field(default_factory=lambda: secrets.token_hex(32))
     starts: int = 0
-    _process: Process | None = None  # the one that was started last
+    process: Process | None = None  # the one that was started last; the server's workers are below it
     _life: AsyncExitStack = field(default_factory=AsyncExitStack)  # ends it
 
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
-    @property
-    def pid(self) -> int:
-        """Of the server process that was started last; its workers are below it."""
-        return self._process.pid if self._process else 0
-
     async def wait_exited(self) -> str:
         """Why the server ended, with the last lines of its log; waits until nothing of it is left."""
-        assert self._process is not None, "not started"
-        process = self._process
+        process = self.process
+        assert process, "not started"
         await process.wait_ended()
         return self._describe_end(process)
 
@@ -117,10 +127,10 @@ class EngineProcess:
         Raises EngineError if it stays.
         """
         with trio.CancelScope(shield=True):
-            if self._process is not None:
-                self._process.terminate()
+            if self.process:
+                self.process.terminate()
                 with trio.move_on_after(STOP_S + 1.0):
-                    await self._process.wait_ended()
+                    await self.process.wait_ended()
             await self._life.aclose()
 
     async def restart(self) -> None:
@@ -143,8 +153,8 @@ class EngineProcess:
             grace_s=STOP_S,
         )
         try:
-            process = self._process = await self._life.enter_async_context(opening)
-            await self._wait_ready(process)
+            self.process = await self._life.enter_async_context(opening)
+            await self._wait_ready(self.process)
         finally:
             self.key_file.unlink(missing_ok=True)
 
@@ -168,8 +178,8 @@ class EngineProcess:
     def _describe_end(self, process: Process) -> str:
         """How it ended, with the last lines of this start's log, without the key."""
         lines = process.read_tail().replace(self.api_key, "<key>").splitlines()[-TAIL_LINES:]
-        end = process.describe_end() if process.has_ended else "runs"
-        return "\n".join([f"{self.name} (pid {process.pid}) {end}; last lines of {self.log_path}:", *lines])
+        how = f"{self.name} (pid {process.pid}) {process.describe_end() if process.has_ended else 'runs'}"
+        return "\n".join([f"{how}; last lines of {self.log_path}:", *lines])
 
 
 @asynccontextmanager
@@ -185,7 +195,7 @@ async def open_engine_processes(
     """
     check_command(command)
     log_dir.mkdir(parents=True, exist_ok=True)
-    threads = None if runs_on_gpu(command) else max(1, len(os.sched_getaffinity(0)) // count)
+    threads = None if runs_on_gpu(command.args) else max(1, len(os.sched_getaffinity(0)) // count)
     env = make_environment(command, os.environ, threads=threads)
     with tempfile.TemporaryDirectory(prefix="rollouts-engines-") as secret_dir:
         processes = [
@@ -222,32 +232,25 @@ def make_arguments(command: EngineCommand, *, port: int, key_file: Path) -> tupl
     flags = list_flags(command, FIXED) | {"--port": str(port)}
     if command.kind == "sglang":
         flags["--config"] = str(key_file)
-    flags |= {name: value for name, value in list_flags(command, DEFAULTS).items() if name not in own}
+    defaults, (rank, modules) = list_flags(command, DEFAULTS), command.lora or (0, ())
+    if rank:
+        if command.kind == "vllm":  # it has some ranks only
+            rank = min((one for one in VLLM_RANKS if one >= rank), default=rank)
+        defaults |= list_flags(command, LORA) | {"--max-lora-rank": str(rank)}
+    flags |= {name: value for name, value in defaults.items() if name not in own}
     words = [word for flag in flags.items() for word in flag if word is not None]
-    words += [word for flag in list_lora_flags(command) if flag[0] not in own for word in flag]
+    if rank and "--lora-target-modules" not in own:
+        # vLLM would adapt the head too, and then ends when it scores a prompt among other requests
+        words += ["--lora-target-modules", *modules]
     return (str(command.python), "-m", MODULES[command.kind], *words, *command.args)
 
 
 def list_flags(command: EngineCommand, table: Mapping[str, str]) -> dict[str, str | None]:
     """The flags of the table for this kind of server where it runs: names and values, None for a switch."""
     text = table[command.kind]
-    if not runs_on_gpu(command):
-        text += " " + table[f"{command.kind} cpu"]
+    if not runs_on_gpu(command.args):
+        text += " " + table.get(f"{command.kind} cpu", "")
     return dict(split_flags([word.format(model=command.model) for word in text.split()]))
-
-
-def list_lora_flags(command: EngineCommand) -> list[list[str]]:
-    """Those that make the server serve adapters, each with its values. vLLM has some ranks only."""
-    if command.lora is None:
-        return []
-    rank, modules = command.lora
-    flags = [["--enable-lora"]]
-    if command.kind == "vllm":
-        rank = min((one for one in VLLM_RANKS if one >= rank), default=rank)
-        return [*flags, ["--max-lora-rank", str(rank)]]
-    if not runs_on_gpu(command):
-        flags.append(["--lora-backend", "torch_native"])
-    return [*flags, ["--max-lora-rank", str(rank)], ["--lora-target-modules", *modules]]
 
 
 def check_command(command: EngineCommand) -> None:
@@ -269,7 +272,7 @@ def split_flags(args: Sequence[str]) -> list[tuple[str, str | None]]:
     """(flag with dashes for underscores, its value or None) in order; words that follow a flag's value belong
     to it and are dropped.
     """
-    flags: list[tuple[str, str | None]] = []
+    flags = []
     for word in args:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
@@ -279,11 +282,11 @@ def split_flags(args: Sequence[str]) -> list[tuple[str, str | None]]:
     return flags
 
 
-def runs_on_gpu(command: EngineCommand) -> bool:
-    """Whether the server will: what the user says with --device, otherwise whether this machine has an NVIDIA
+def runs_on_gpu(args: Sequence[str]) -> bool:
+    """Whether a server will: what the user says with --device, otherwise whether this machine has an NVIDIA
     driver.
     """
-    device = dict(split_flags(command.args)).get("--device")
+    device = dict(split_flags(args)).get("--device")
     return Path("/dev/nvidiactl").exists() if device is None else not device.startswith("cpu")
 
 
@@ -301,14 +304,80 @@ def make_environment(
         "PYTHONDONTWRITEBYTECODE": "",
         "PYTHONUNBUFFERED": "1",  # so that the log of a server that is killed is whole
     }
-    if threads is not None:
+    if threads:
         env["OMP_NUM_THREADS"] = str(threads)
     if command.kind == "vllm":
         env["VLLM_SERVER_DEV_MODE"] = "1"  # opens pausing and weight updates
-        if command.lora is not None:
+        if command.lora:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         env["VLLM_HOST_IP"] = HOST  # its processes would talk through the machine's network address
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-        if threads is not None:  # bound, all servers would take the same cores, and the trainer's too
+        if threads:  # bound, all servers would take the same cores, and the trainer's too
             env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return env
+
+
+# --- a fleet as a config describes it: started here, or running already ------------------------------------
+
+
+def find_server_python(config: EngineConfig) -> Path:
+    """The Python that servers are started with. Raises ConfigError, saying how to make one."""
+    if config.python:
+        path = Path(config.python).expanduser()
+        if not os.access(path, os.X_OK) or path.is_dir():
+            raise ConfigError(
+                f"engine.python={config.python!r} is no program; give the Python of an environment that has"
+                f" {config.kind}"
+            )
+        return path.absolute()  # not resolved: a virtual environment is known by the name of its link
+    beside = Path(f".venv-{config.kind}") / "bin" / "python"
+    if beside.exists():
+        return beside.absolute()
+    if importlib.util.find_spec(config.kind):
+        return Path(sys.executable)
+    raise ConfigError(
+        f"engine.kind={config.kind!r} but {beside} does not exist and this Python has no {config.kind}; set"
+        f" engine.python to one that has, or make one: python -m rollouts engines install-{config.kind}-cpu"
+    )
+
+
+def read_api_key(kind: str) -> str | None:
+    """The key of servers that run already: VLLM_API_KEY or SGLANG_API_KEY; None where that is not set."""
+    return os.environ.get(f"{kind.upper()}_API_KEY") or None
+
+
+@asynccontextmanager
+async def open_server_fleet(
+    config: EngineConfig,
+    model_path: Path,
+    *,
+    vocab_size: int,
+    log_dir: Path,
+    seed: int,
+    warn: Callable[[str], None],
+    lora: tuple[int, Sequence[str]] | None,
+) -> AsyncIterator[Fleet]:
+    """The fleet, every engine of it stale: only a verified weight update puts one into service.
+
+    `model_path`: what started servers load first, also when they are started again. `lora`: the rank of the
+    adapters that they are to serve, one at a time, and the names of the modules that these change. Their logs
+    go to `log_dir`. Raises ConfigError and EngineSetupError; everything that was started has ended when this
+    leaves.
+    """
+    assert config.kind != "local", "an embedded engine is opened by rollouts.engines.local"
+    opener = open_vllm_engine if config.kind == "vllm" else open_sglang_engine
+    open_engine = partial(opener, silence_s=SILENCE_S, vocab_size=vocab_size)
+    async with AsyncExitStack() as stack:
+        enter, key = stack.enter_async_context, read_api_key(config.kind)
+        members = [Member(await enter(open_engine(url, api_key=key))) for url in config.urls]
+        if not members:
+            python, args = find_server_python(config), tuple(config.args)
+            command = EngineCommand(config.kind, python, model_path, args, lora)
+            for process in await enter(open_engine_processes(command, count=config.count, log_dir=log_dir)):
+                engine = await enter(open_engine(process.url, api_key=process.api_key, name=process.name))
+                members.append(Member(engine, process.restart, process.wait_exited))
+        yield await enter(
+            open_fleet(
+                members, max_concurrency=MAX_CONCURRENCY, down_limit_s=DOWN_LIMIT_S, seed=seed, warn=warn
+            )
+        )

@@ -13,9 +13,10 @@ prompt too long) never leaves this process.
 """
 
 import math
+import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,13 +25,15 @@ from typing import Any, NoReturn, TypedDict
 import numpy as np
 import trio
 
-from rollouts.engines.http import Transport, open_http_client, split_url
+from rollouts.engines.http import Transport, open_http_client
 from rollouts.engines.wire import (
     START_S,
+    NamedAdapters,
     Server,
     TensorShapes,
     ask_watched,
     check_same_model,
+    make_adapter_name,
     make_empty_completion,
     parse_version,
     read_tensor_shapes,
@@ -38,15 +41,14 @@ from rollouts.engines.wire import (
 from rollouts.errors import (
     EngineClosed,
     EngineError,
-    EngineSetupError,
     EngineSilent,
+    EngineUnreachable,
     InfrastructureError,
     ModelError,
-    ReplyError,
     RequestRefused,
 )
 from rollouts.models.directories import is_adapter
-from rollouts.models.limits import check_request
+from rollouts.models.limits import check_adapter, check_request
 from rollouts.protocols import PauseMode
 from rollouts.types import Completion, EngineFeatures, GenerateRequest, SamplingParams
 
@@ -58,8 +60,9 @@ SILENT = (
     f"; its log may say why. Until its first answer a server has {START_S:g} s, for it may have to compile:"
     " let it compile less by engine.args (vLLM: --enforce-eager), or ask it for a token before the run"
 )
-ADAPTER_PREFIX = "rollouts-v"  # of the names of adapters that we load
+LOST = re.compile(" gave 404|LoRA")  # in what a server says that does not know an adapter
 NEVER_NAMED = "default"  # the version's name in a server that was started and not updated since
+Calls = Mapping[str, tuple[str, Any]]  # path and body by what the call does
 
 
 @dataclass(eq=False)
@@ -72,14 +75,23 @@ class Dialect:
     features: EngineFeatures
     _: KW_ONLY
     shapes: TensorShapes | None = None  # of the server's model; None: unknown here
-    adapter: str | None = None  # the server's name for the one that requests use; None: whole weights
+    # the server's name for the one that is its version, and so what requests use; None: whole weights
+    adapter: str | None = None
+    named: dict[str, str] = field(default_factory=dict)  # its names for those that requests name
     abort_grace_s = ABORT_GRACE_S  # 0: requests are aborted by closing their connections
-
-    @property
-    def name(self) -> str:
-        return self.server.name
+    adapter_calls = ""  # the beginning of the paths by which adapters come and go
 
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion: ...
+    async def send_adapter(self, name: str, path: Path, kind: Any = None) -> Any:
+        """The server has the adapter in `path` from now on, as `name`. A `kind` is of what it answers."""
+        body = {"lora_name": name, "lora_path": str(path)}
+        return await self.server.control(f"{self.adapter_calls}/load_lora_adapter", body, kind)
+
+    async def drop_adapter(self, name: str) -> None:
+        """The server has it no more: one that was started again has lost it."""
+        with suppress(EngineError):
+            await self.server.control(f"{self.adapter_calls}/unload_lora_adapter", {"lora_name": name})
+
     async def ask_first(self, token: int, temperature: float = 1.0) -> Completion:
         """One token after `token`, for a handshake. Raises EngineSilent after START_S."""
         request = GenerateRequest(
@@ -89,17 +101,25 @@ class Dialect:
         )
         with trio.move_on_after(START_S):
             return await self.ask(request, uuid.uuid4().hex)
-        raise EngineSilent(f"{self.name}: no answer to its first request within {START_S:g} s{SILENT}")
+        raise EngineSilent(f"{self.server.name}: no answer to its first request within {START_S:g} s{SILENT}")
 
     async def read_work(self) -> object:
         """Differs from what it was if the server did anything since."""
         return trio.current_time()
 
     async def abort(self, server_ids: Sequence[str]) -> None: ...
-    async def freeze(self) -> None:
-        """The server generates nothing until thaw(); what is in flight goes on then."""
+    @property
+    def calls(self) -> Calls:
+        """What tell() sends. freeze: the server generates nothing until it thaws; what is in flight goes on
+        then. release, restore: its memory, where features say so.
+        """
+        return {}
 
-    async def thaw(self) -> None: ...
+    async def tell(self, what: str) -> None:
+        """Sends one of `calls`, if the server has it."""
+        if what in self.calls:
+            await self.server.control(*self.calls[what], repeats=what in ("freeze", "thaw"))
+
     async def read_version_name(self) -> str:
         return ""
 
@@ -115,12 +135,10 @@ class Dialect:
         Each is loaded under a new name: both servers bind a request to the adapter that it came with.
         """
 
-    async def release_memory(self) -> None: ...
-    async def restore_memory(self) -> None: ...
 
-
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _InFlight:
+    request: GenerateRequest
     server_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     done: trio.Event = field(default_factory=trio.Event)
@@ -134,6 +152,7 @@ class ServerEngine:
     def __init__(self, dialect: Dialect) -> None:
         self.dialect = dialect
         self._in_flight: dict[str, _InFlight] = {}
+        self._adapters = NamedAdapters()
         self._paused = False  # new requests wait at the gate
         self._frozen = False  # what is at the server stands still: its silence says nothing
         self._released = False  # its memory
@@ -145,7 +164,7 @@ class ServerEngine:
     def features(self) -> EngineFeatures:
         """While it serves an adapter it has no checksum: the servers' are of the base alone."""
         features = self.dialect.features
-        return features if self.dialect.adapter is None else replace(features, checksum=False)
+        return replace(features, checksum=False) if self.dialect.adapter else features
 
     # --- requests
 
@@ -156,9 +175,14 @@ class ServerEngine:
         self._check_open()
         features, where = self.features, f"{self.features.name}, request {request.request_id!r}"
         check_request(request, vocab_size=features.vocab_size, max_context=features.context_length)
+        check_adapter(request, self._adapters.paths)
+        if request.prompt_targets is not None or request.prompt_draws:
+            raise RequestRefused(
+                f"{where} has prompt_targets or prompt_draws; only an embedded engine has them"
+            )
         if request.request_id in self._in_flight:
             raise RequestRefused(f"{where} is in flight already; ids must be unique")
-        entry = self._in_flight[request.request_id] = _InFlight()
+        entry = self._in_flight[request.request_id] = _InFlight(request)
         try:
             with entry.scope:
                 while self._paused and not entry.aborted:
@@ -166,7 +190,7 @@ class ServerEngine:
                 if not entry.aborted:
                     entry.asked, server = True, self.dialect.server
                     answer = await ask_watched(
-                        lambda: self.dialect.ask(request, entry.server_id),
+                        lambda: self._ask(request, entry.server_id),
                         partial(self._works, trio.current_time()),
                         silence_s=server.silence_s,
                         where=where,
@@ -179,6 +203,21 @@ class ServerEngine:
             entry.done.set()
         self._check_open()
         return make_empty_completion(request)
+
+    async def _ask(self, request: GenerateRequest, server_id: str) -> Completion:
+        """The server's answer, which is given the adapter first, or again, if it was started again since."""
+        name, named = request.adapter, self.dialect.named
+        used = named.get(name)
+        try:
+            if used or not name:
+                return await self.dialect.ask(request, server_id)
+        except EngineError as error:
+            if not used or not LOST.search(str(error)):
+                raise
+        async with self._adapters.changing:
+            if named.get(name) == used:  # else another request was here before
+                await self._send_adapter(name)
+        return await self.dialect.ask(request, server_id)
 
     async def _works(self, sent_at: float) -> bool:
         """Whether the server did any work since it was last asked; asked once for all who wait. A frozen
@@ -208,8 +247,7 @@ class ServerEngine:
         for entry in self._in_flight.values():
             entry.aborted = True
         self._changed.unpark_all()
-        failure = None
-        sent = self._sent()
+        failure, sent = None, self._sent()
         with trio.move_on_after(self.dialect.abort_grace_s):
             while left := [entry.server_id for entry in sent if not entry.done.is_set()]:
                 try:
@@ -222,7 +260,7 @@ class ServerEngine:
         for entry in sent:
             entry.scope.cancel()
         await _wait_done(sent)
-        if failure is not None:
+        if failure:
             raise failure
 
     # --- flow
@@ -239,11 +277,11 @@ class ServerEngine:
         try:
             if mode == "wait":  # a server's own "wait" keeps what it has queued
                 if paused:
-                    await self.dialect.thaw()  # what an earlier pause froze has to finish
+                    await self.dialect.tell("thaw")  # what an earlier pause froze has to finish
                 await _wait_done(self._sent())
-            elif mode == "abort" or self.dialect.adapter is not None:  # frozen, SGLang's lose their tokens
+            elif mode == "abort" or self.dialect.adapter:  # frozen, SGLang's lose their tokens
                 await self.abort_all()
-            await self.dialect.freeze()
+            await self.dialect.tell("freeze")
         except BaseException:
             self._set_gate(paused, frozen)
             raise
@@ -255,7 +293,7 @@ class ServerEngine:
         to, within silence_s.
         """
         try:
-            await self.dialect.thaw()
+            await self.dialect.tell("thaw")
         finally:
             self._set_gate(False, False)
 
@@ -277,7 +315,7 @@ class ServerEngine:
     async def checksum(self) -> str | None:
         """A fingerprint of all weights, in the server's own names and shapes; None with an adapter."""
         self._check_open()
-        return None if self.dialect.adapter is not None else await self.dialect.checksum()
+        return None if self.dialect.adapter else await self.dialect.checksum()
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
         """Loads a directory of safetensors, which the server must see under the same path, as `version`.
@@ -297,24 +335,23 @@ class ServerEngine:
             self._refuse_update()
         path, dialect = path.absolute(), self.dialect
         adapted = is_adapter(path)
-        if adapted and not self.features.max_adapter_rank:
-            gaps = " ".join(gap for gap in self.features.gaps if "adapter" in gap)
-            raise EngineError(f"{self.features.name} cannot load the adapter {path}. {gaps}")
-        if adapted or dialect.adapter is not None:
+        if adapted:
+            self._check_takes(path)
+        if adapted or dialect.adapter:
             if not self._paused:
                 raise EngineError(f"{self.features.name} generates; call pause() before its adapter changes")
             await self.abort_all()
         if adapted:  # one that is damaged harms no server: it is read before anything is changed
             await dialect.load_adapter(path, version)
-            return {"version": version}
-        try:
-            shapes = await trio.to_thread.run_sync(read_tensor_shapes, path)
-            if dialect.shapes is not None:
-                check_same_model(shapes, dialect.shapes, path=path)
-        except ModelError as error:
-            raise EngineError(f"{self.features.name} was sent nothing: {error}") from error
-        await dialect.load_weights(path, version)
-        return {"version": version, "tensors": len(shapes)}
+        else:
+            try:
+                shapes = await trio.to_thread.run_sync(read_tensor_shapes, path)
+                if dialect.shapes is not None:
+                    check_same_model(shapes, dialect.shapes, path=path)
+            except ModelError as error:
+                raise EngineError(f"{self.features.name} was sent nothing: {error}") from error
+            await dialect.load_weights(path, version)
+        return {"version": version}
 
     def _refuse_update(self, *args: object, **options: object) -> NoReturn:
         way_out = "update it from a checkpoint, or by weight_sync.broadcast"
@@ -324,6 +361,39 @@ class ServerEngine:
 
     begin_update = receive_bucket = finish_update = _refuse_update
 
+    # --- adapters by name
+
+    async def add_adapter(self, name: str, adapter: Path) -> None:
+        """From now on requests may name the LoRA adapter in a directory of PEFT, which the server must see
+        under the same path. Its tokens bear the engine's version.
+
+        A server that cannot be reached gets it with the first request that names it, and so does one that was
+        started again. Raises EngineError for a name that is taken, and in the words of a server that refuses.
+        """
+        self._check_open()
+        self._check_takes(adapter)
+        async with self._adapters.adding(name, adapter):
+            with suppress(EngineUnreachable, EngineSilent):
+                await self._send_adapter(name)
+
+    async def _send_adapter(self, name: str) -> None:
+        server_name = make_adapter_name("named")
+        await self.dialect.send_adapter(server_name, self._adapters.paths[name])
+        self.dialect.named[name] = server_name
+
+    async def remove_adapter(self, name: str) -> None:
+        """Requests may not name it any more. Raises EngineError while one in flight does."""
+        async with self._adapters.removing(name, (entry.request for entry in self._in_flight.values())):
+            if server_name := self.dialect.named.pop(name, ""):
+                await self.dialect.drop_adapter(server_name)
+
+    def _check_takes(self, adapter: Path) -> None:
+        if not self.features.max_adapter_rank:
+            raise EngineError(
+                f"{self.features.name} cannot load the adapter {adapter}."
+                f" {' '.join(gap for gap in self.features.gaps if 'adapter' in gap)}"
+            )
+
     # --- the rest
 
     async def health(self) -> bool:
@@ -332,19 +402,21 @@ class ServerEngine:
     async def release_memory(self) -> None:
         """Gives memory back. Raises EngineError where the server cannot, and unless it is paused and idle."""
         if not self.features.frees_memory:
-            gaps = " ".join(gap for gap in self.features.gaps if "emory" in gap)
-            raise EngineError(f"{self.features.name} keeps its memory. {gaps}")
+            raise EngineError(
+                f"{self.features.name} keeps its memory."
+                f" {' '.join(gap for gap in self.features.gaps if 'emory' in gap)}"
+            )
         if not self._paused or self._sent():
             raise EngineError(f"{self.features.name} has requests, or takes some; pause('wait') it first")
-        await self.dialect.release_memory()
+        await self.dialect.tell("release")
         self._released = True
 
     async def restore_memory(self) -> None:
         """Weights and an empty cache are there again; the engine is as paused as it was."""
         if self._released:
-            await self.dialect.restore_memory()
+            await self.dialect.tell("restore")
             if self._paused:
-                await self.dialect.freeze()  # vLLM's waking up resumes its scheduler
+                await self.dialect.tell("freeze")  # vLLM's waking up resumes its scheduler
             self._released = False
 
     def statistics(self) -> Mapping[str, int]:
@@ -362,11 +434,6 @@ class ServerEngine:
         self._closed = True
         for entry in self._in_flight.values():
             entry.scope.cancel()
-
-
-def make_adapter_name(version: int) -> str:
-    """A name that the server has never heard."""
-    return f"{ADAPTER_PREFIX}{version}-{uuid.uuid4().hex}"
 
 
 async def _wait_done(entries: Sequence[_InFlight]) -> None:
@@ -390,9 +457,9 @@ class ServerOptions(TypedDict, total=False):
 async def open_server_engine(
     url: str,
     shake_hands: Callable[[Server], Awaitable[Dialect]],
-    *,
     kind: str,
     health_path: str,
+    *,
     name: str = "",
     api_key: str | None = None,
     silence_s: float = 60.0,
@@ -401,34 +468,10 @@ async def open_server_engine(
     """The engine of the server behind `url`, as `shake_hands` describes it, until the block ends. Raises what
     it raises, and EngineSetupError for a url or a key that cannot be used.
     """
-    name = name or f"{kind}-{split_url(url).netloc}"
     async with open_http_client(url, api_key=api_key, transport=transport) as client:
+        name = name or f"{kind}-{client.headers['host']}"
         engine = ServerEngine(await shake_hands(Server(client, name, silence_s, health_path)))
         try:
             yield engine
         finally:
             engine.close()
-
-
-@contextmanager
-def setup_errors(way_out: str) -> Iterator[None]:
-    """A refusal or a reply of another kind inside becomes EngineSetupError with the way out; a server that is
-    gone or busy stays what it is.
-    """
-    try:
-        yield
-    except EngineError as error:
-        if isinstance(error, EngineSetupError | InfrastructureError) and not isinstance(error, ReplyError):
-            raise
-        raise EngineSetupError(f"{error}; {way_out}") from error
-
-
-def refuse_settings(name: str, rules: Mapping[str, object]) -> None:
-    """Raises EngineSetupError with the first sentence about a server whose value is true."""
-    for sentence in list_true(rules):
-        raise EngineSetupError(f"{name} {sentence}")
-
-
-def list_true(sentences: Mapping[str, object]) -> tuple[str, ...]:
-    """The sentences whose values are true."""
-    return tuple(sentence for sentence, is_true in sentences.items() if is_true)

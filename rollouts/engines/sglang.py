@@ -19,37 +19,47 @@ import trio
 from msgspec import Struct
 
 from rollouts.engines.server import (
-    ADAPTER_PREFIX,
     LOADING,
     NEVER_NAMED,
+    Calls,
     Dialect,
     ServerEngine,
     ServerOptions,
+    open_server_engine,
+)
+from rollouts.engines.wire import (
+    ADAPTER_PREFIX,
+    Server,
+    VersionSpan,
+    decode_reply,
+    find_tensor_shapes,
     list_true,
     make_adapter_name,
-    open_server_engine,
+    make_completion,
     refuse_settings,
     setup_errors,
 )
-from rollouts.engines.wire import Server, VersionSpan, decode_reply, find_tensor_shapes, make_completion
-from rollouts.errors import EngineError, EngineOverloaded, InfrastructureError, ReplyError, RequestRefused
-from rollouts.types import Completion, EngineFeatures, GenerateRequest
+from rollouts.errors import (
+    EngineError,
+    EngineOverloaded,
+    EngineSetupError,
+    InfrastructureError,
+    ReplyError,
+    RequestRefused,
+)
+from rollouts.types import Completion, EngineFeatures, GenerateRequest, SamplingParams
 
 OLDEST_VERSION = (0, 5, 20)  # the first whose answers say which version produced which token
 RESERVED = 2  # tokens of its context that the server leaves empty: it lowers max_new_tokens without a word
 LEAST_ANSWER = 4  # tokens that fit after a prompt of max_req_input_len
 # to tell the server that nobody waits for an answer any more; it would find out by itself in some seconds
 CANCEL_GRACE_S = 1.0
+SPELLED_BESIDE = 8  # tokens before a text's, which may begin within a character
 COLD = 1e-3  # a temperature at which the likeliest token is as good as certain
 SEED_MASK = 0x7FFFFFFF  # what the server's seeded sampler takes
-# Everything that a server could fill in from its own defaults is said.
-PLAIN_SAMPLING = {
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "skip_special_tokens": False,
-}
+
+
+ListedToken = tuple[float | None, int, str | None]  # None: a log-prob of −infinity, or of no token; no text
 
 
 class Finish(Struct):
@@ -64,7 +74,10 @@ class Meta(Struct):
     # missing when it was aborted before it ran
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     weight_versions: list[VersionSpan] = []
-    input_token_logprobs: list[tuple[float | None, int, str | None]] = []  # where they were asked for
+    # where they were asked for, as the next two
+    input_token_logprobs: list[ListedToken] = []
+    input_top_logprobs: list[list[ListedToken] | None] = []
+    output_top_logprobs: list[list[ListedToken] | None] = []
 
 
 class Generated(Struct):
@@ -143,29 +156,19 @@ class SGLangServer(Dialect):
 
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion:
         """Raises EngineOverloaded or InfrastructureError also for an abort that is the server's failure."""
-        sampling, prompt = request.sampling, request.prompt_ids.tolist()
-        params: dict[str, Any] = PLAIN_SAMPLING | {
-            "max_new_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            # with it the server looks at no stop token at all, ours included
-            "ignore_eos": not sampling.stop_token_ids,
-        }
-        if sampling.seed is not None:
-            params["sampling_seed"] = sampling.seed & SEED_MASK
+        prompt = request.prompt_ids.tolist()
         body = {
             "rid": server_id,
             "input_ids": prompt,
-            "sampling_params": params,
+            "sampling_params": make_params(request.sampling),
             "return_logprob": True,
             "extra_key": self._salt,
         }
-        if request.score_prompt:
+        if request.asks_of_prompt:
             body["logprob_start_len"] = 0
-        if self.adapter is not None:
-            body["lora_path"] = self.adapter  # by name
+        body["top_logprobs_num"] = max(request.top_log_probs, request.prompt_top)
+        if adapter := self.named.get(request.adapter, self.adapter):
+            body["lora_path"] = adapter  # by name
         try:
             answer = await self.server.call("POST", "/generate", body, silence_s=math.inf)
         except trio.Cancelled:
@@ -173,10 +176,10 @@ class SGLangServer(Dialect):
                 await self.abort([server_id])  # the closed connection says the same, a little later
             raise
         except RequestRefused as error:
-            if self.adapter is None or "LoRA" not in str(error):
+            if not adapter or "LoRA" not in str(error):
                 raise
             raise EngineError(f"the server has lost its adapter, was it started again? {error}") from error
-        where = f"{self.name}: POST /generate"
+        where = f"{self.server.name}: POST /generate"
         reply = decode_reply(answer, Generated, where=where)
         meta, who = reply.meta_info, f"{where}, request {request.request_id!r}"
         finish, status = meta.finish_reason, meta.finish_reason.status_code
@@ -196,6 +199,8 @@ class SGLangServer(Dialect):
             where=where,
             ends_at=self.ends_at,
             prompt_log_probs=[log_prob if of == token else None for (log_prob, of, _), token in scored],
+            top=meta.output_top_logprobs,
+            prompt_top=meta.input_top_logprobs[1:],
         )
 
     async def read_work(self) -> Sequence[RankWork]:
@@ -205,12 +210,17 @@ class SGLangServer(Dialect):
         for server_id in server_ids:
             await self.server.control("/abort_request", {"rid": server_id}, repeats=True)
 
-    async def freeze(self) -> None:
-        """What is in flight is computed anew under the next weights."""
-        await self.server.control("/pause_generation", {"mode": "retract"}, repeats=True)
-
-    async def thaw(self) -> None:
-        await self.server.control("/continue_generation", {"torch_empty_cache": False}, repeats=True)
+    @property
+    def calls(self) -> Calls:
+        """The weights too give their memory back where the server keeps a copy of them."""
+        tags = {"tags": ["kv_cache", "weights"] if self.info.enable_weights_cpu_backup else ["kv_cache"]}
+        return {
+            # what is in flight is computed anew under the next weights
+            "freeze": ("/pause_generation", {"mode": "retract"}),
+            "thaw": ("/continue_generation", {"torch_empty_cache": False}),
+            "release": ("/release_memory_occupation", tags),
+            "restore": ("/resume_memory_occupation", tags),
+        }
 
     # --- weights
 
@@ -223,7 +233,7 @@ class SGLangServer(Dialect):
             "flush_cache": True,
             "torch_empty_cache": False,
         }
-        await self._update("/update_weights_from_disk", body)
+        await self.update("/update_weights_from_disk", body)
         self._set_salt()
         self.adapter = None  # it stays in the server until the next one comes
 
@@ -233,19 +243,18 @@ class SGLangServer(Dialect):
         """
         await self._check_info_again()
         name = make_adapter_name(version)
-        body = {"lora_name": name, "lora_path": str(path)}
-        loaded: Loaded = await self.server.control("/load_lora_adapter", body, Loaded)
+        loaded = await self.send_adapter(name, path, Loaded)
         await self._name_weights(LOADING)
         self.adapter = name
         self._set_salt()
         await self._name_weights(str(version))
-        for other in loaded.loaded_adapters:
-            if other.startswith(ADAPTER_PREFIX) and other != name:  # waits for those who use it: nobody does
-                await self._update("/unload_lora_adapter", {"lora_name": other})
+        for other in loaded.loaded_adapters.keys() - {name, *self.named.values()}:
+            if other.startswith(ADAPTER_PREFIX):  # waits for those who use it: nobody does
+                await self.drop_adapter(other)
 
     async def _name_weights(self, name: str) -> None:
         named = {"new_version": name, "abort_all_requests": False}
-        await self._update("/update_weight_version", named, repeats=True)
+        await self.update("/update_weight_version", named, repeats=True)
 
     async def _check_info_again(self) -> None:
         """A server whose weights were never named has just been started, perhaps by somebody else."""
@@ -262,19 +271,10 @@ class SGLangServer(Dialect):
         found = await self.server.control(path, body, list[RankChecksum], "ranks", repeats=True)
         ranks = [rank.checksums for rank in found]
         if not ranks or not all(ranks):
-            raise ReplyError(f"{self.name}: POST {path} gave no checksums")
+            raise ReplyError(f"{self.server.name}: POST {path} gave no checksums")
         return hashlib.sha256(json.dumps(ranks, sort_keys=True).encode()).hexdigest()
 
-    # --- weights in memory: the server's side of weight_sync.broadcast_sglang
-
-    async def join_group(self, info: Mapping[str, Any]) -> None:
-        """Returns when the server has joined the trainer's process group; `info` says where that meets
-        (address, port), its name, backend and size, and the server's first rank.
-        """
-        await self._update("/init_weights_update_group", info)
-
-    async def leave_group(self, group_name: str) -> None:
-        await self._update("/destroy_weights_update_group", {"group_name": group_name})
+    # --- weights in memory: the server's side of weight_sync.broadcast
 
     async def begin_transfer(self) -> bool:
         """Whether the server has sessions (from 0.5.21 on). One that an update before left open is closed
@@ -286,7 +286,7 @@ class SGLangServer(Dialect):
         await self._check_info_again()
         await self._name_weights(LOADING)
         with suppress(EngineError):  # there is none to close
-            await self.end_transfer()
+            await self.update("/end_weight_update", {})
         try:
             await self.server.control("/begin_weight_update", {"selector": "all"})
         except EngineError as error:
@@ -302,32 +302,44 @@ class SGLangServer(Dialect):
         body = {**info, "load_format": "flattened_bucket", "flush_cache": last}
         if last:
             body["weight_version"] = str(version)
-        await self._update("/update_weights_from_distributed", body)
+        await self.update("/update_weights_from_distributed", body)
         if last:
             self._set_salt()
 
-    async def end_transfer(self) -> None:
-        await self._update("/end_weight_update", {})
-
-    async def _update(self, path: str, body: Mapping[str, Any], *, repeats: bool = False) -> None:
-        answer: Update = await self.server.control(path, body, Update, repeats=repeats)
+    async def update(self, path: str, body: Mapping[str, Any], *, repeats: bool = False) -> None:
+        """A call that answers whether it was carried out. Raises EngineError if it was not."""
+        answer = await self.server.control(path, body, Update, repeats=repeats)
         if not answer.success:
-            raise EngineError(f"{self.name}: POST {path} failed: {answer.message}")
-
-    # --- memory
-
-    async def release_memory(self) -> None:
-        await self.server.control("/release_memory_occupation", self._tags())
-
-    async def restore_memory(self) -> None:
-        await self.server.control("/resume_memory_occupation", self._tags())
-
-    def _tags(self) -> dict[str, list[str]]:
-        """The weights too where the server keeps a copy of them."""
-        return {"tags": ["kv_cache", "weights"] if self.info.enable_weights_cpu_backup else ["kv_cache"]}
+            raise EngineError(f"{self.server.name}: POST {path} failed: {answer.message}")
 
 
-SGLangEngine = ServerEngine
+def make_params(sampling: SamplingParams) -> dict[str, Any]:
+    """How a request is sampled, in the server's words. Everything that it could fill in from its own defaults
+    is said.
+    """
+    params: dict[str, Any] = {
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "skip_special_tokens": False,
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "stop": list(sampling.stop_texts),
+        # with it the server looks at no stop token at all, ours included
+        "ignore_eos": not sampling.stop_token_ids,
+    }
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed & SEED_MASK
+    if sampling.stop_texts:
+        # The server decodes as many of the last tokens as it would encode the text in, or an expression might
+        # match: this one matches nothing, and is longer than any tokens that spell the text.
+        longest = max(len(text.encode()) for text in sampling.stop_texts) + SPELLED_BESIDE
+        params["stop_regex"] = f"\\Z.{{{longest}}}"
+    return params
 
 
 # --- opening ------------------------------------------------------------------------------------------------
@@ -335,7 +347,7 @@ SGLangEngine = ServerEngine
 
 def open_sglang_engine(
     url: str, *, vocab_size: int, context_length: int | None = None, **options: Unpack[ServerOptions]
-) -> AbstractAsyncContextManager[SGLangEngine]:
+) -> AbstractAsyncContextManager[ServerEngine]:
     """The SGLang server at `url`, which is ours alone from now on: if somebody left it paused, it goes on.
 
     vocab_size: the trainer's. context_length: what a request may need; the server's own if None. Raises
@@ -351,7 +363,10 @@ def open_sglang_engine(
             await server.control("/continue_generation", {"torch_empty_cache": False})
             models = await server.read("/v1/models", list[Model], "data")
         info = await read_server_info(server)
-        served = read_vocab_size(Path(model.model_path))
+        served = None  # its vocabulary, where that can be read from this machine
+        with suppress(OSError, ValueError, AttributeError):
+            config = json.loads(Path(model.model_path, "config.json").read_bytes())
+            served = config.get("text_config", config).get("vocab_size")
         longest = max([one.max_model_len or 0 for one in models], default=0)
         needed = context_length or longest
         refuse_settings(
@@ -369,12 +384,12 @@ def open_sglang_engine(
         features = _describe_features(server.name, info, vocab_size, needed)
         least = info.max_req_input_len
         ends_at = longest - RESERVED if least is None else least + LEAST_ANSWER
-        shapes = await trio.to_thread.run_sync(find_tensor_shapes, Path(model.model_path))
+        shapes = await find_tensor_shapes(model.model_path)
         dialect = SGLangServer(server, features, info, ends_at, shapes=shapes)
         await _check_temperature(dialect)
         return dialect
 
-    return open_server_engine(url, shake_hands, kind="sglang", health_path="/ready", **options)
+    return open_server_engine(url, shake_hands, "sglang", "/ready", **options)
 
 
 def _describe_features(name: str, info: ServerInfo, vocab_size: int, context_length: int) -> EngineFeatures:
@@ -408,11 +423,12 @@ async def _check_temperature(dialect: SGLangServer) -> None:
     are equally likely, as they may be in 16 bits.
     """
     answer = await dialect.ask_first(1, COLD)
-    rule = (
-        f"gives log-probs of the unscaled distribution ({answer.log_probs[0]:.3g} at temperature {COLD:g}),"
-        " not of the one sampled from; start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
-    )
-    refuse_settings(dialect.name, {rule: answer.log_probs[0] < -1.5})
+    if answer.log_probs[0] < -1.5:
+        raise EngineSetupError(
+            f"{dialect.server.name} gives log-probs of the unscaled distribution ({answer.log_probs[0]:.3g}"
+            f" at temperature {COLD:g}), not of the one sampled from; start it without"
+            " SGLANG_RETURN_ORIGINAL_LOGPROB"
+        )
 
 
 async def read_server_info(server: Server) -> ServerInfo:
@@ -433,11 +449,3 @@ async def read_server_info(server: Server) -> ServerInfo:
         },
     )
     return info
-
-
-def read_vocab_size(model: Path) -> int | None:
-    """`vocab_size` in the config.json of a model directory; None if it cannot be read from this machine."""
-    with suppress(OSError, ValueError, AttributeError):
-        config = json.loads((model / "config.json").read_bytes())
-        return config.get("text_config", config).get("vocab_size")
-    return None

@@ -13,27 +13,23 @@ wall.
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import msgspec
-import trio
 from msgspec import Struct
 
 from rollouts.engines.server import (
     LOADING,
     NEVER_NAMED,
+    Calls,
     Dialect,
     ServerEngine,
     ServerOptions,
-    list_true,
-    make_adapter_name,
     open_server_engine,
-    refuse_settings,
-    setup_errors,
 )
 from rollouts.engines.wire import (
     ServedModel,
@@ -41,12 +37,19 @@ from rollouts.engines.wire import (
     VersionSpan,
     decode_reply,
     find_tensor_shapes,
+    list_true,
+    make_adapter_name,
     make_completion,
     parse_version,
+    refuse_settings,
+    setup_errors,
 )
-from rollouts.errors import EngineError, EngineSetupError, ReplyError, WeightVersionError
+from rollouts.errors import EngineError, ReplyError, RequestRefused, WeightVersionError
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
 
+NO_ADAPTERS = (
+    "no adapters: they take --enable-lora --lora-target-modules and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+)
 GENERATE = "/inference/v1/generate"
 SERVER_PREFIX = "generate-tokens-"  # the server puts it before the ids that we give
 HASH_OF_NOTHING = hashlib.sha256(b"").hexdigest()
@@ -59,6 +62,7 @@ WORK = re.compile(
 class LogProb(Struct):
     logprob: float
     token_id: int = -1  # of an answer; those of a prompt are keyed by it
+    top_logprobs: list["LogProb"] = []  # of as many as were asked for, the sampled one first
 
 
 class LogProbs(Struct):
@@ -106,48 +110,62 @@ class ServerInfo(Struct):
 
 @dataclass(eq=False)
 class VLLMServer(Dialect):
-    """The Dialect of one vLLM server, and its own calls for transfers of weights in memory."""
+    """The Dialect of one vLLM server."""
 
     model: str  # its name on the wire
     transfer_backend: str | None = None  # None: transfer in memory is off
+    adapter_calls = "/v1"
 
     # --- requests
 
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion:
         """Nothing but the request's own stop tokens ends it: the model's own are left to the caller."""
         sampling, prompt = request.sampling, request.prompt_ids.tolist()
+        who = f"{self.server.name}, request {request.request_id!r}"
         params = {
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            "logprobs": 0,  # of the sampled token alone
+            # 0: of the sampled token alone, else it comes first, in the place of one of the likeliest
+            "logprobs": request.top_log_probs and request.top_log_probs + 1,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,
-            "detokenize": False,
+            "detokenize": bool(sampling.stop_texts),
+            "stop": list(sampling.stop_texts),
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
         }
-        if request.score_prompt:
-            params["prompt_logprobs"] = 0  # of the prompt's own tokens
+        if request.asks_of_prompt:
+            params["prompt_logprobs"] = request.prompt_top  # and of the prompt's own tokens
         if sampling.seed is not None and self.features.seeds:
             params["seed"] = sampling.seed & (2**63 - 1)  # the server takes 64 bits, and −1 for none
+        name = self.named.get(request.adapter, self.adapter)
+        if name is None and self.named and self.features.partial_checksum:
+            raise RequestRefused(
+                f"{who} names no adapter while the server has some: on a CPU, vLLM 0.32 may then answer by"
+                " one of them; update the server to an adapter of zeros"
+            )
         body = {
-            "model": self.adapter or self.model,
+            "model": name or self.model,
             "request_id": server_id,
             "token_ids": prompt,
             "sampling_params": params,
         }
         answer = await self.server.call("POST", GENERATE, body, silence_s=math.inf)
-        reply = decode_reply(answer, Generated, where=self.name)
-        who = f"{self.name}, request {request.request_id!r}"
+        reply = decode_reply(answer, Generated, where=self.server.name)
         if reply.request_id != SERVER_PREFIX + server_id or len(reply.choices) != 1:
             raise ReplyError(
                 f"{who}: {len(reply.choices)} choices for {reply.request_id!r}; asked was one for"
                 f" {SERVER_PREFIX + server_id!r}"
             )
         (choice,), stops = reply.choices, sampling.stop_token_ids
-        if choice.finish_reason == "stop" and choice.token_ids and choice.token_ids[-1] not in stops:
+        by_token = choice.finish_reason == "stop" and choice.token_ids and not sampling.stop_texts
+        if by_token and choice.token_ids[-1] not in stops:
             raise ReplyError(f"{who}: stopped by {choice.token_ids[-1]}, none of stop_token_ids={stops}")
-        scored = zip(reply.prompt_logprobs or (), map(str, prompt), strict=False)
+        of_prompt = reply.prompt_logprobs or []
+        scored = zip(of_prompt, map(str, prompt), strict=False)
         return make_completion(
             request,
             choice.token_ids,
@@ -155,8 +173,10 @@ class VLLMServer(Dialect):
             choice.weight_versions,
             choice.finish_reason,
             vocab_size=self.features.vocab_size,
-            where=self.name,
+            where=self.server.name,
             prompt_log_probs=[of[token].logprob if of and token in of else None for of, token in scored],
+            top=[[(one.logprob, one.token_id) for one in at.top_logprobs] for at in choice.logprobs.content],
+            prompt_top=[[(one.logprob, int(key)) for key, one in (at or {}).items()] for at in of_prompt[1:]],
         )
 
     async def read_work(self) -> Sequence[str]:
@@ -166,11 +186,15 @@ class VLLMServer(Dialect):
         ids = [SERVER_PREFIX + server_id for server_id in server_ids]  # an empty list aborts everybody's
         await self.server.control("/abort_requests", {"request_ids": ids}, repeats=True)
 
-    async def freeze(self) -> None:
-        await self.server.control("/pause?mode=keep", repeats=True)
-
-    async def thaw(self) -> None:
-        await self.server.control("/resume", repeats=True)
+    @property
+    def calls(self) -> Calls:
+        """With its memory released the weights wait in the host's, and the cache is gone."""
+        return {
+            "freeze": ("/pause?mode=keep", None),
+            "thaw": ("/resume", None),
+            "release": ("/sleep?level=1&mode=wait", None),
+            "restore": ("/wake_up", None),
+        }
 
     # --- weights
 
@@ -181,112 +205,71 @@ class VLLMServer(Dialect):
         """A sha256 over those of all parameters that the server can read; those it keeps packed, on a CPU,
         are left out.
         """
-        path, body = "/weight_checker", {"action": "checksum"}
-        sums = await self.server.control(path, body, dict[str, str], "checksums", repeats=True)
+        sums = await self.server.control(
+            "/weight_checker", {"action": "checksum"}, dict[str, str], "checksums", repeats=True
+        )
         seen = sorted((name, digest) for name, digest in sums.items() if digest != HASH_OF_NOTHING)
         if not seen:
             raise EngineError(
-                f"{self.name} has no checksum of any of its {len(sums)} parameters: it packs them"
+                f"{self.server.name} has no checksum of any of its {len(sums)} parameters: it packs them"
             )
         return hashlib.sha256(msgspec.json.encode(seen)).hexdigest()
 
     async def load_weights(self, path: Path, version: int) -> None:
-        await self._begin()
+        await self.begin()
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
         try:
             await self.server.control("/collective_rpc", body)
         except EngineError as error:
             raise EngineError(
-                f"{self.name} could not load {path} and may have its weights in pieces: they bear no version;"
-                f" update it again, or restart it: {error}"
+                f"{self.server.name} could not load {path} and may have its weights in pieces: they bear no"
+                f" version; update it again, or restart it: {error}"
             ) from error
-        await self._commit(version)
+        await self.commit(version)
 
     async def load_adapter(self, path: Path, version: int) -> None:
         """Not by vLLM's load_inplace: its requests name the directory that they came with, and load it again
         at each step, so that those of the version before would go on with their own adapter.
         """
         name = make_adapter_name(version)
-        await self.server.control("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
-        await self._begin()
-        await self._commit(version, name)
+        await self.send_adapter(name, path)
+        await self.begin()
+        await self.commit(version, name)
 
-    async def _begin(self) -> None:
-        """From now on its weights have no version. A server whose weights were never named has just been
-        started, perhaps by somebody else, so its settings are checked again.
+    async def begin(self) -> None:
+        """From now on its weights have no version. Pause first. A server whose weights were never named has
+        just been started, perhaps by somebody else, so its settings are checked again.
         """
         if not await self.server.read("/is_paused", bool, "is_paused"):
-            raise EngineError(f"{self.name} generates; call pause() before its weights are exchanged")
+            raise EngineError(f"{self.server.name} generates; call pause() before its weights are exchanged")
         if await self.read_version_name() == NEVER_NAMED:
             self.server.cold = True
             await read_info(self.server, self.features.context_length)
         await self._name_weights(LOADING)
 
-    async def _commit(self, version: int, adapter: str | None = None) -> None:
-        """Nothing computed by other weights is used again, and what follows carries `version`."""
+    async def commit(self, version: int, adapter: str | None = None) -> None:
+        """Nothing computed by other weights is used again, and what follows carries `version`. Raises
+        WeightVersionError if the server names another one.
+        """
         before, self.adapter = self.adapter, adapter
-        if before is not None:
-            with suppress(EngineError):  # a server that was started again has lost it
-                await self.server.control("/v1/unload_lora_adapter", {"lora_name": before})
+        if before:
+            await self.drop_adapter(before)
         path = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
         if not await self.server.control(path, None, bool, "success", repeats=True):
             raise EngineError(
-                f"{self.name} did not reset its prefix cache: keys and values of older weights would be used"
+                f"{self.server.name} did not reset its prefix cache: keys and values of older weights would"
+                " be used"
             )
         await self._name_weights(str(version))
         reported = parse_version(await self.read_version_name())
         if reported != version:
             raise WeightVersionError(
-                f"{self.name} was given version {version} and says {reported}; is someone else updating it?"
+                f"{self.server.name} was given version {version} and says {reported}; is someone else"
+                " updating it?"
             )
 
     async def _name_weights(self, name: str) -> None:
         await self.server.control("/update_weight_version", {"new_version": name}, repeats=True)
-
-    # --- weights in memory: the server's own calls, for weight_sync.broadcast_vllm
-
-    async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
-        """Joins the server's workers to a process group; `info` is the backend's (address, port, rank offset,
-        world size).
-        """
-        if self.transfer_backend in (None, "ipc"):  # "ipc" wants pickles over HTTP
-            raise EngineSetupError(
-                f"{self.name} has the transfer backend {self.transfer_backend}; start it with"
-                """ --weight-transfer-config '{"backend": "nccl"}'"""
-            )
-        await self.server.control("/init_weight_transfer_engine", {"init_info": info})
-
-    async def start_weight_update(self) -> None:
-        """The server expects tensors from now on, and its version has no number. Pause first."""
-        await self._begin()
-        await self.server.control("/start_weight_update")
-
-    async def update_weights(self, info: Mapping[str, Any]) -> None:
-        """Receives the tensors that `info` lists (names, dtypes, shapes). Returns when they have come: send
-        them meanwhile.
-        """
-        await self.server.control("/update_weights", {"update_info": info})
-
-    async def finish_weight_update(self, version: int) -> None:
-        """What came is in use as `version`. Raises WeightVersionError if the server names another one."""
-        await self.server.control("/finish_weight_update", {})
-        await self._commit(version)
-
-    async def get_world_size(self) -> int:
-        """Number of the server's workers, each a rank of the process group."""
-        return await self.server.read("/get_world_size", int, "world_size")
-
-    # --- memory
-
-    async def release_memory(self) -> None:
-        """The weights wait in the host's memory, the cache is gone."""
-        await self.server.control("/sleep?level=1&mode=wait")
-
-    async def restore_memory(self) -> None:
-        await self.server.control("/wake_up")
-
-
-VLLMEngine = ServerEngine
 
 
 # --- opening ------------------------------------------------------------------------------------------------
@@ -294,7 +277,7 @@ VLLMEngine = ServerEngine
 
 def open_vllm_engine(
     url: str, *, vocab_size: int, context_length: int | None = None, **options: Unpack[ServerOptions]
-) -> AbstractAsyncContextManager[VLLMEngine]:
+) -> AbstractAsyncContextManager[ServerEngine]:
     """The engine behind `url`, checked and not paused, until the block ends; the server goes on.
 
     `vocab_size`: the trainer's; ids outside it are refused both ways. `context_length`: at least this many
@@ -322,7 +305,7 @@ def open_vllm_engine(
             "no seeds: on a CPU they end the server where prompts are computed in parts; start it with"
             " --no-enable-chunked-prefill": not seeds,
             "the checksum lacks parameters that a CPU keeps packed: prove an update by log-probs too": on_cpu,
-            "no adapters: they take --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1": not adapter_rank,
+            NO_ADAPTERS: not adapter_rank,
         }
         features = EngineFeatures(
             vocab_size=vocab_size,
@@ -337,8 +320,8 @@ def open_vllm_engine(
         )
         dialect = VLLMServer(server, features, models[0].id, transfer_backend=transfer.get("backend"))
         if model.quantization is None:  # else its shapes are not the trainer's
-            dialect.shapes = await trio.to_thread.run_sync(find_tensor_shapes, Path(model.model))
-        await dialect.thaw()  # whoever used it before may have left it paused
+            dialect.shapes = await find_tensor_shapes(model.model)
+        await dialect.tell("thaw")  # whoever used it before may have left it paused
         counted = await dialect.read_work()
         refuse_settings(
             server.name, {"does not count its work; start it without --disable-log-stats": not counted}
@@ -351,7 +334,7 @@ def open_vllm_engine(
             await dialect.ask_first(vocab_size - 1)
         return dialect
 
-    return open_server_engine(url, shake_hands, kind="vllm", health_path="/health", **options)
+    return open_server_engine(url, shake_hands, "vllm", "/health", **options)
 
 
 async def read_info(server: Server, context_length: int | None) -> ServerInfo:

@@ -1,16 +1,20 @@
 """What every server's answer must be before it becomes a Completion: decoded into typed records, never
 repaired. The records of a server are with its engine; fields that they do not name are ignored.
 
-Calls to a server: what a status means, and how long an answer is awaited.
+Calls to a server: what a status means, how long an answer is awaited, and what its settings may not be.
 
 What lies in a directory of safetensors, read without torch: enough to refuse it before a server is told to
 load it. A server that fails in the middle of a load has its weights in pieces, and dies at the next request.
+
+The LoRA adapters that requests to a server, or to a fleet of them, may name.
 """
 
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +27,7 @@ from rollouts.engines.http import HttpClient
 from rollouts.errors import (
     EngineError,
     EngineOverloaded,
+    EngineSetupError,
     EngineSilent,
     InfrastructureError,
     ModelError,
@@ -30,10 +35,13 @@ from rollouts.errors import (
     RequestRefused,
 )
 from rollouts.models.directories import list_tensors
+from rollouts.models.limits import check_unused
 from rollouts.processes.nurseries import run_all
-from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray
+from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray, TokenScores
 
 T = TypeVar("T")
+# at each place log-probs, None for −infinity, with their tokens and maybe more
+Places = Iterable[Iterable[tuple[Any, ...]] | None]
 SHOWN_BYTES = 600  # of an answer, in an error message
 UNKNOWN_VERSION = -1  # weights that were never named
 LOWEST_LOG_PROB = -9000.0  # no token is that unlikely; vLLM writes −9999 for NaN, −infinity and none
@@ -78,35 +86,37 @@ def make_completion(
     where: str,
     ends_at: int | None = None,
     prompt_log_probs: Sequence[float | None] = (),
+    top: Places = (),
+    prompt_top: Places = (),
 ) -> Completion:
     """The completion that an answer amounts to. Raises ReplyError naming the rule that it breaks.
 
     `log_probs`: with the ids that they are of. `ends_at`: tokens of prompt and answer at which the server
-    ends an answer before its limit; None: it never does.
+    ends an answer before its limit; None: it never does. `top`, `prompt_top`: what is listed of each token of
+    the answer, and of the prompt's but its first.
     """
-    count, limit, stops = len(token_ids), request.sampling.max_new_tokens, request.sampling.stop_token_ids
+    sampling = request.sampling
+    count, limit, stops = len(token_ids), sampling.max_new_tokens, sampling.stop_token_ids
+    most = request.prompt_top * (finish_reason != "abort")
     at_end = ends_at is not None and len(request.prompt_ids) + count >= ends_at
-    values = [value for _, value in log_probs]
-    scores: list[float] = []
+    values, scores = [value for _, value in log_probs], list[float]()
     if request.score_prompt and finish_reason != "abort":
         scores = [0.0, *(math.nan if value is None else value for value in prompt_log_probs[1:])]
     bad_ids = [token for token in token_ids if not 0 <= token < vocab_size]
-    bad_log_probs = [
-        value for value in (*values, *scores) if not LOWEST_LOG_PROB <= value <= HIGHEST_LOG_PROB
-    ]
+    bad = [value for value in (*values, *scores) if not LOWEST_LOG_PROB <= value <= HIGHEST_LOG_PROB]
     rules = {
         f"{count} tokens, more than max_new_tokens={limit}": count > limit,
         f"no token, yet finish reason {finish_reason!r}": not count and finish_reason != "abort",
         f"the {count} tokens are not those of the {len(log_probs)} log-probs": [*token_ids]
         != [token for token, _ in log_probs],
         f"ids {bad_ids[:3]} outside the vocabulary of {vocab_size}": bad_ids,
-        f"log-probs {bad_log_probs[:3]}; they must be finite, at least {LOWEST_LOG_PROB:g}, at most 0": (
-            bad_log_probs
-        ),
+        f"log-probs {bad[:3]}; they must be finite, at least {LOWEST_LOG_PROB:g}, at most 0": bad,
         f"{count} tokens, yet finish reason 'length' for max_new_tokens={limit}": (
             finish_reason == "length" and count < limit and not at_end
         ),
-        "finish reason 'stop', but the request has no stop token": finish_reason == "stop" and not stops,
+        "finish reason 'stop', but the request has no stop token and no stop text": (
+            finish_reason == "stop" and not stops and not sampling.stop_texts
+        ),
         f"{len(scores)} of the prompt's {len(request.prompt_ids)} tokens are scored": (
             scores and len(scores) != len(request.prompt_ids)
         ),
@@ -122,7 +132,25 @@ def make_completion(
         weight_versions=expand_spans(spans, count, where=who),
         finish_reason=finish_reason,
         prompt_log_probs=np.asarray(scores, np.float32) if scores else None,
+        top_log_probs=rank_tokens(top, request.top_log_probs, count, where=who),
+        prompt_top=rank_tokens(prompt_top, most, len(request.prompt_ids) - 1, where=who),
     )
+
+
+def rank_tokens(places: Places, most: int, count: int, *, where: str) -> TokenScores | None:
+    """The `most` likeliest of the tokens that are listed at each of `count` places; None where none are asked
+    for. Raises ReplyError where there are too few.
+    """
+    if not most:
+        return None
+    listed = [[(-math.inf if one is None else one, token) for one, token, *_ in at or ()] for at in places]
+    try:
+        ranked = np.array([sorted(at, reverse=True)[:most] for at in listed], float)
+        values, ids = ranked.reshape(count, most, 2).transpose(2, 0, 1)
+    except ValueError as error:
+        raise ReplyError(f"{where}: there are no {most} tokens at each of {count} places") from error
+    values = np.where(values < LOWEST_LOG_PROB, -math.inf, values)
+    return TokenScores(ids.astype(np.int64), values.astype(np.float32))
 
 
 def make_empty_completion(request: GenerateRequest) -> Completion:
@@ -134,7 +162,7 @@ def expand_spans(spans: Iterable[VersionSpan], count: int, *, where: str) -> Int
     """[count] the version of each token. Raises ReplyError unless the spans follow each other from 0 to
     `count`, versions never falling.
     """
-    versions: list[int] = []
+    versions = []
     for span in spans:
         version = parse_version(span.version)
         if span.start != len(versions) or not span.start <= span.end <= count or versions[-1:] > [version]:
@@ -231,11 +259,10 @@ class Server:
 
     async def health(self) -> bool:
         """Whether the health path gives 2xx within HEALTH_S."""
-        try:
+        with suppress(EngineError):
             await self.call("GET", self.health_path, silence_s=min(self.silence_s, HEALTH_S))
-        except EngineError:
-            return False
-        return True
+            return True
+        return False
 
 
 async def _repeat(ask: Callable[[], Awaitable[T]]) -> T:
@@ -263,7 +290,7 @@ async def ask_watched(
     """What `ask()` returns. Every `silence_s` a task beside it asks whether the server `works()`; if not,
     `ask()` is cancelled. Raises what both raise, and EngineSilent.
     """
-    answers: list[T] = []
+    answers = []
 
     async def wait_answer() -> None:
         answers.append(await ask())
@@ -287,9 +314,9 @@ def check_status(reply: httpx.Response, *, where: str) -> None:
     401, 403, 404 and redirects are EngineError: they are about the server's address, key and version, and no
     other request will fare better.
     """
-    status, text = reply.status_code, f"{where} gave {reply.status_code}: {show(reply.content)}"
     if reply.is_success:
         return
+    status, text = reply.status_code, f"{where} gave {reply.status_code}: {show(reply.content)}"
     if status in (429, 503):
         value = reply.headers.get("retry-after", "").strip()  # seconds; dates are ignored
         seconds = float(value) if value.isascii() and value.isdecimal() else None
@@ -301,10 +328,34 @@ def check_status(reply: httpx.Response, *, where: str) -> None:
     raise RequestRefused(text)
 
 
-TensorShapes = Mapping[str, tuple[int, ...]]
+@contextmanager
+def setup_errors(way_out: str) -> Iterator[None]:
+    """A refusal or a reply of another kind inside becomes EngineSetupError with the way out; a server that is
+    gone or busy stays what it is.
+    """
+    try:
+        yield
+    except EngineError as error:
+        if isinstance(error, EngineSetupError | InfrastructureError) and not isinstance(error, ReplyError):
+            raise
+        raise EngineSetupError(f"{error}; {way_out}") from error
+
+
+def refuse_settings(name: str, rules: Mapping[str, object]) -> None:
+    """Raises EngineSetupError with the first sentence about a server whose value is true."""
+    for sentence in list_true(rules):
+        raise EngineSetupError(f"{name} {sentence}")
+
+
+def list_true(sentences: Mapping[str, object]) -> tuple[str, ...]:
+    """The sentences whose values are true."""
+    return tuple(sentence for sentence, is_true in sentences.items() if is_true)
 
 
 # --- what a directory holds ---------------------------------------------------------------------------------
+
+
+TensorShapes = Mapping[str, tuple[int, ...]]
 
 
 def read_tensor_shapes(path: Path) -> TensorShapes:
@@ -312,14 +363,13 @@ def read_tensor_shapes(path: Path) -> TensorShapes:
     return {tensor.name: tensor.shape for tensor in list_tensors(path)}
 
 
-def find_tensor_shapes(path: Path) -> TensorShapes | None:
+async def find_tensor_shapes(path: str) -> TensorShapes | None:
     """Those of the model that a server was started with; None if it lies on another machine or in another
     format.
     """
-    try:
-        return read_tensor_shapes(path)
-    except ModelError:
-        return None
+    with suppress(ModelError):
+        return await trio.to_thread.run_sync(read_tensor_shapes, Path(path))
+    return None
 
 
 def check_same_model(shapes: TensorShapes, expected: TensorShapes, *, path: Path) -> None:
@@ -334,3 +384,43 @@ def check_same_model(shapes: TensorShapes, expected: TensorShapes, *, path: Path
                 f"{path}: the tensor {name} has the shape {here}; the model that the server was started with"
                 f" has {there} (None: it is not there)"
             )
+
+
+# --- adapters by name ---------------------------------------------------------------------------------------
+
+
+ADAPTER_PREFIX = "rollouts-v"  # of the names of adapters that we load
+
+
+def make_adapter_name(version: object) -> str:
+    """A name that the server has never heard."""
+    return f"{ADAPTER_PREFIX}{version}-{uuid.uuid4().hex}"
+
+
+@dataclass(eq=False)
+class NamedAdapters:
+    """Directories of PEFT by name. They come and go one after the other."""
+
+    paths: dict[str, Path] = field(default_factory=dict)
+    changing: trio.Lock = field(default_factory=trio.Lock)
+
+    @asynccontextmanager
+    async def adding(self, name: str, path: Path) -> AsyncIterator[None]:
+        """It may be named, unless the block raises. Raises EngineError for a name that is taken, or empty."""
+        async with self.changing:
+            if not name or name in self.paths:
+                raise EngineError(f"add_adapter({name!r}): the name must be new, and not empty")
+            self.paths[name] = path.absolute()
+            try:
+                yield
+            except BaseException:
+                del self.paths[name]
+                raise
+
+    @asynccontextmanager
+    async def removing(self, name: str, requests: Iterable[GenerateRequest]) -> AsyncIterator[None]:
+        """It may not be named any more. Raises EngineError as check_unused, of the requests in flight."""
+        async with self.changing:
+            check_unused(name, self.paths, requests)
+            del self.paths[name]
+            yield

@@ -9,8 +9,6 @@ whoever stops it can go on from there: from its tokens where nothing but tools i
 gave its state_dict, else it begins anew, which is counted.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,11 +20,11 @@ import trio
 
 from rollouts.config.tables import RolloutConfig
 from rollouts.crash_points import reach
+from rollouts.data.chat import ChatTokenizer
 from rollouts.data.rows import parse_prompt
 from rollouts.environments.protocol import Tool, Turn, World
 from rollouts.environments.tools import call_tools
 from rollouts.environments.trajectories import (
-    AgentTokenizer,
     ChatFormat,
     Node,
     TurnRecord,
@@ -37,14 +35,14 @@ from rollouts.environments.trajectories import (
 from rollouts.environments.turns import (
     NEW_RECORD,
     End,
+    Trajectory,
     add_reward,
     finish_trajectory,
     make_pending,
     make_request,
     play_turns,
 )
-from rollouts.generation.continuing import join_completions, note_progress
-from rollouts.generation.generate import ask_for_rest
+from rollouts.generation.continuing import ask_on, note_progress
 from rollouts.generation.samples import TRAJECTORY
 from rollouts.protocols import GenerateFn, InferenceEngine
 from rollouts.types import Completion, JSONValue, Sample, SamplingParams, Status
@@ -60,20 +58,13 @@ class Stopped(Exception):
 
 
 @dataclass(eq=False)
-class Episode:
-    """A trajectory under way."""
+class Episode(Trajectory):
+    """A trajectory under way, with what it is played on."""
 
-    form: ChatFormat
-    config: RolloutConfig
     engine: InferenceEngine
-    sampling: SamplingParams
-    sample: Sample  # as it was before the trajectory
     world: World | None
     tools: Sequence[Tool]
-    node: Node  # the newest prompt
-    turns: list[TurnRecord]
     rest: Completion | None  # of the turn that a stop cut
-    record: dict[str, JSONValue]  # restarts, resumed: how often; tool_calls; time/tools and time/all: seconds
     began: float  # trio's clock; as much earlier as it had gone on before a stop
     state: JSONValue = None  # of the world after the newest turn
 
@@ -82,13 +73,11 @@ class Episode:
         empty: those of the turn's number. Raises Stopped.
         """
         limit = min(self.config.max_trajectory_tokens, self.engine.features.context_length)
-        request = make_request(self.sample, self.node, number, self.sampling, limit, draw=draw)
+        request = make_request(self, number, limit, draw=draw)
         if request is None:
             return None
         held, self.rest = self.rest, None
-        asked = request if held is None else ask_for_rest(request, held.token_ids)
-        answer = await self.engine.generate(asked)
-        whole = answer if held is None else join_completions(held, answer)
+        whole = await ask_on(self.engine, request, held)
         if whole.finish_reason != "abort":
             return whole
         self.rest = whole
@@ -96,20 +85,18 @@ class Episode:
 
     async def play(self) -> End:
         """Why it ended. Raises Stopped."""
-        playing = play_turns(self.form, self.node, self.turns, self.record, self.config)
-        answer = None
+        playing, answer = play_turns(self), None
         while not isinstance(wanted := playing.send(answer), str):
             if isinstance(wanted, Node):
-                self.node = wanted
                 if self.world is not None:
-                    self.state = await self.world.state()
+                    self.state = await self.world.call("state_dict")
                 note_progress(self.hold())  # what there is to go on from
                 reach("rollout.turn")
                 answer = await self.ask(len(self.turns))
                 continue
             began = trio.current_time()
             if isinstance(wanted, Turn):
-                answer = await self.world.step(wanted) if self.world else None
+                answer = await self.world.call("step", wanted) if self.world else None
             else:
                 answer = await call_tools(wanted, self.tools, timeout_s=self.config.tool_timeout_s)
             self.record["time/tools"] += trio.current_time() - began
@@ -144,7 +131,7 @@ def make_agent_generate(
     async def agent_generate(
         sample: Sample, engine: InferenceEngine, sampling: SamplingParams
     ) -> tuple[Sample, ...]:
-        held: Any = sample.metadata.get(TRAJECTORY, {}) if sample.status is Status.ABORTED else {}
+        held = sample.metadata.get(TRAJECTORY, {}) if sample.status is Status.ABORTED else {}
         start = make_pending(sample)
         async with open_world({**start.metadata, "prompt": start.prompt}) as world:
             callable_tools = [*tools, *(world.tools if world else ())]
@@ -155,41 +142,30 @@ def make_agent_generate(
                 node, turns, rest = unpack_trajectory(form, sample, held)
                 record["resumed"] += 1
                 if world is not None:
-                    await world.restore(held["state"])
+                    await world.call("load_state_dict", held["state"])
             else:
-                said = await world.reset() if world else None
-                node = form.begin(said or parse_prompt(start.prompt))
-            episode = Episode(
-                form,
-                config,
-                engine,
-                sampling,
-                start,
-                world,
-                callable_tools,
-                node,
-                turns,
-                rest,
-                record,
-                trio.current_time() - record["time/all"],
-            )
-            end: End = "time"
+                node = form.begin(
+                    (await world.call("reset") if world else None) or parse_prompt(start.prompt)
+                )
+            began = trio.current_time() - record["time/all"]
+            played = form, config, sampling, start, node, turns, record
+            episode = Episode(*played, engine, world, callable_tools, rest, began)
+            end = "time"
             try:
-                with trio.move_on_at(episode.began + config.trajectory_timeout_s):
+                with trio.move_on_at(began + config.trajectory_timeout_s):
                     end = await play(episode)
             except Stopped:
                 return (episode.hold(),)
-            final = await world.score() if world and episode.turns else None
+            final = await world.call("score") if world and episode.turns else None
             if final is not None:
                 add_reward(turns, final)
-            record["time/all"] = trio.current_time() - episode.began
-            log_probs = engine.features.log_probs
-            return finish_trajectory(start, episode.node, turns, record, config, end, log_probs=log_probs)
+            record["time/all"] = trio.current_time() - began
+            return finish_trajectory(episode, end, log_probs=engine.features.log_probs)
 
     return agent_generate
 
 
-def make_formats(tokenizer: AgentTokenizer, **options: Any) -> MakeFormat:
+def make_formats(tokenizer: ChatTokenizer, **options: Any) -> MakeFormat:
     """make_chat_format, with its other options, for the tools of a trajectory, once for equal ones."""
 
     @functools.lru_cache(maxsize=64)

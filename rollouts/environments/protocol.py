@@ -9,7 +9,7 @@ from dataclasses import field
 from typing import Any, NamedTuple, Protocol
 
 from rollouts.protocols import RewardValue
-from rollouts.types import ChatMessage, JSONValue, RewardResult, record
+from rollouts.types import ChatMessage, JSONValue, record
 
 
 @record
@@ -77,13 +77,10 @@ class Tool(NamedTuple):
 
 
 class World(NamedTuple):
-    """An open environment. Its functions raise EnvironmentFailed; where it offers no such method they give
-    None.
-    """
+    """An open environment."""
 
     tools: list[Tool]
-    reset: Callable[[], Awaitable[list[ChatMessage] | None]]
-    step: Callable[[Turn], Awaitable[Observation]]  # with a list of messages, and a RewardResult
-    score: Callable[[], Awaitable[RewardResult | None]]
-    state: Callable[[], Awaitable[JSONValue]]  # what restore of a freshly opened one goes on from
-    restore: Callable[[JSONValue], Awaitable[None]]
+    # A method by its name, with its arguments: reset, step, score, state_dict or load_state_dict; None where
+    # the environment offers none. What it returned is checked: messages are a list, rewards RewardResults.
+    # Raises EnvironmentFailed.
+    call: Callable[..., Awaitable[Any]]

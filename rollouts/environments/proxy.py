@@ -19,8 +19,6 @@ key: of its newest turn. It ends its trajectory by its end, and is killed, with 
 something else ends it. A trajectory that a stop cuts begins anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -32,7 +30,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from bisect import bisect_left
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
@@ -64,7 +61,7 @@ from rollouts.processes.process import open_process
 from rollouts.protocols import GenerateFn
 from rollouts.rewards.check import check_reward, import_extra
 from rollouts.rewards.workers import make_environment
-from rollouts.types import ChatMessage, Completion, encode_json
+from rollouts.types import ChatMessage, encode_json
 
 BODY_BYTES = 64 << 20  # of a request
 KEEP_ALIVE_S = 3.0  # between comments in a stream that waits; httpx gives up after 5 unless told otherwise
@@ -150,22 +147,6 @@ def extend_key(key: str, message: ChatMessage) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def cut_at(completion: Completion, stops: Sequence[str], tokenizer: Any) -> Completion:
-    """An answer up to the token that completes one of the texts, as if the engine had stopped there."""
-    ids = completion.token_ids
-
-    def has_stopped(count: int) -> bool:
-        text = tokenizer.decode(ids[:count])
-        return any(stop in text for stop in stops)
-
-    count = bisect_left(range(len(ids) + 1), True, key=has_stopped)
-    if count > len(ids):
-        return completion
-    columns = ("token_ids", "log_probs", "weight_versions")
-    cut = {name: getattr(completion, name)[:count] for name in columns}
-    return replace(completion, **cut, finish_reason="stop")
-
-
 # --- a trajectory -------------------------------------------------------------------------------------------
 
 
@@ -230,14 +211,14 @@ class OpenTrajectory:
             form = replace(form, read_turn=None)
         keys = [*itertools.accumulate(request.messages, extend_key, initial=json.dumps(form.tools))]
         prompt = self.join(form, request.messages, keys)
-        stops = [request.stop] if isinstance(request.stop, str) else request.stop
+        stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
         first, self.begun = self.begun, self.begun + request.n
         if self.begun > episode.config.max_turns:
             self.end, self.limited = "turns", True
             raise ApiError(400, "the turns of rl.rollout.max_turns are used up")
         own = request.max_completion_tokens or request.max_tokens
         most = min(own or usual.max_new_tokens, usual.max_new_tokens)
-        sampling, tokenizer = replace(usual, max_new_tokens=most), form.template.tokenizer
+        sampling, tokenizer = replace(usual, max_new_tokens=most, stop_texts=stops), form.template.tokenizer
 
         async def sample(index: int) -> Fields:
             draw = "" if request.seed is None else f"{request.seed}/{index}"
@@ -245,8 +226,8 @@ class OpenTrajectory:
             if completion is None:
                 self.end, self.limited = "tokens", True
                 raise ApiError(400, "the messages leave no room", "messages", "context_length_exceeded")
-            node, turn = form.read(prompt, cut_at(completion, stops, tokenizer))
-            said: Any = turn.message  # as the node has it
+            node, turn = form.read(prompt, completion)
+            said = turn.message  # as the node has it
             for place, call in enumerate(calls := said.get("tool_calls", ())):
                 arguments = parse_tool_arguments(call["function"]["arguments"])
                 call |= {"index": place, "function": {**call["function"], "arguments": json.dumps(arguments)}}
@@ -257,13 +238,13 @@ class OpenTrajectory:
             self.answers[extend_key(keys[-1], said)] = node, asked
             asked.turns.append(TurnRecord(node, turn.text))
             finish = "tool_calls" if calls else "stop" if node.ended else "length"
-            told_as = "delta" if request.stream else "message"
-            choice = {"index": index, told_as: said, "finish_reason": finish}
+            choice = {"index": index, "delta" if request.stream else "message": said, "finish_reason": finish}
             if request.logprobs:
+                pairs = zip(node.token_ids, completion.log_probs.tolist(), strict=True)
                 choice["logprobs"] = {
                     "content": [
                         {"token": tokenizer.decode([token_id]), "logprob": log_prob, "top_logprobs": []}
-                        for token_id, log_prob in zip(node.token_ids, node.log_probs.tolist(), strict=True)
+                        for token_id, log_prob in pairs
                     ]
                 }
             return choice
@@ -407,7 +388,8 @@ async def open_proxy() -> AsyncIterator[Proxy]:
     from hypercorn.trio import serve
 
     proxy: Any = Proxy()
-    config = Config.from_mapping(bind="127.0.0.1:0", errorlog=None, keep_alive_timeout=3600)
+    # that long hypercorn also holds a connection that its client has closed; clients keep theirs for seconds
+    config = Config.from_mapping(bind="127.0.0.1:0", errorlog=None, keep_alive_timeout=60)
     async with open_plain_nursery() as nursery:
         (proxy.url,) = await nursery.start(partial(serve, proxy, config, mode="asgi"))
         yield proxy
@@ -448,8 +430,7 @@ async def run_program(words: Sequence[str], environment: Mapping[str, str]) -> s
         if await process.wait_ended() == 0:
             return ""
         process.read_output()
-        tail = process.read_tail()[-TAIL_CHARS:]
-        return f"{process.describe_end()}; the last it printed: {tail!r}"
+        return f"{process.describe_end()}; the last it printed: {process.read_tail()[-TAIL_CHARS:]!r}"
 
 
 def make_proxy_generate(proxy: Proxy, make_format: MakeFormat, config: RolloutConfig) -> GenerateFn:

@@ -8,36 +8,32 @@ part of an assistant turn: so what a tokenizer, or a parser and a template, woul
 sampled changes nothing that is held.
 """
 
-from __future__ import annotations
-
-import functools
 import json
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from rollouts.config.plugins import load_function
-from rollouts.data.chat import NO_PARAMS, Template, TemplateParams, Tools, make_template, match_added
+from rollouts.data.chat import (
+    NO_PARAMS,
+    ChatTokenizer,
+    Template,
+    TemplateParams,
+    Tools,
+    make_template,
+    match_added,
+)
 from rollouts.environments.protocol import Turn
 from rollouts.errors import ConfigError, DataError, ModelError
-from rollouts.generation.generate import GenerationTokenizer
 from rollouts.messages import checked_message
 from rollouts.types import ChatMessage, Completion, FloatArray, IntArray, JSONValue, Sample
-
-
-class AgentTokenizer(GenerationTokenizer, Protocol):
-    """A tokenizer that reads a turn back."""
-
-    def parse_response(
-        self, response: Any, schema: Any = ..., *, prefix: Any = ..., tools: Any = ...
-    ) -> Any: ...
-
 
 ReadTurn = Callable[[str], Mapping[str, Any]]
 """From the text of a turn, special tokens and all, to a message. Raises ValueError for what does not read."""
@@ -51,17 +47,17 @@ History = Literal["template", "extend"]
 class Node:
     """A point of a conversation, and the tokens between it and the point before."""
 
-    parent: Node | None
+    parent: "Node | None"
     messages: tuple[ChatMessage, ...]  # the conversation so far
     token_ids: IntArray  # [n] added here
-    log_probs: FloatArray  # [n] nats; 0 where nothing was sampled
-    versions: IntArray  # [n] weights that sampled the token; -1 where nothing was sampled
+    log_probs: FloatArray | float = 0.0  # [n] nats; of a prompt 0
+    versions: IntArray | int = -1  # [n] weights that sampled the token; of a prompt -1
     text: str = ""  # of a prompt: all of it, as rendered with marks
     fresh: bool = False  # the tokens are a whole prompt: a segment begins
     sampled: bool = False  # an answer, which trains
     ended: bool = True  # False: an answer that a limit of tokens cut
 
-    def path(self, *, whole: bool = False) -> list[Node]:
+    def path(self, *, whole: bool = False) -> "list[Node]":
         """The nodes of the segment up to this one; of all segments with `whole`."""
         nodes: list[Node] = [self]
         while nodes[-1].parent and (whole or not nodes[-1].fresh):
@@ -132,12 +128,11 @@ class ChatFormat:
                 return self._start(node, together)
         token_ids = self._encode(text, begin + end.start(), marked, index + 1)
         # encoding began with the end token, so that what follows it is not the beginning of a text
-        return _prompt(node, together, token_ids[has_end:], text)
+        return Node(node, together, token_ids[has_end:], text=text)
 
     def _start(self, parent: Node | None, messages: tuple[ChatMessage, ...]) -> Node:
-        text = self.template.render(messages, add_generation_prompt=True)
-        token_ids = self._encode(text, 0, messages, 0)
-        return _prompt(parent, messages, token_ids, self.render_marked(messages), fresh=True)
+        token_ids = self._encode(self.template.render(messages, add_generation_prompt=True), 0, messages, 0)
+        return Node(parent, messages, token_ids, text=self.render_marked(messages), fresh=True)
 
     def render_marked(self, messages: Sequence[ChatMessage]) -> str:
         """The prompt of a conversation, with marks in place of what assistant turns say."""
@@ -160,13 +155,13 @@ class ChatFormat:
         """Token ids of text[first:], which the template wrote of `messages`. A content of messages[own:] that
         holds the text of a special token is encoded by itself, so that it becomes none.
         """
-        encode: Any = functools.partial(self.template.tokenizer.encode, add_special_tokens=False)
-        token_ids: list[int] = []
+        encode: Any = partial(self.template.tokenizer.encode, add_special_tokens=False)
+        token_ids = []
         for index in range(own, len(messages)):
             content = messages[index]["content"]
             if not self._special.search(content):
                 continue
-            marked: list[Any] = [*messages]
+            marked = [*messages]
             mark = _name(index, "s")
             marked[index] = {**messages[index], "content": content.replace(content.strip(), mark, 1)}
             before, found, after = self.template.render(marked, add_generation_prompt=True).partition(mark)
@@ -184,16 +179,15 @@ class ChatFormat:
         return np.asarray([*token_ids, *encode(text[first:])], np.int64)
 
     def _decode(self, token_ids: IntArray, *, skip: bool = False) -> str:
-        tokenizer: Any = self.template.tokenizer
-        return tokenizer.decode(token_ids.tolist(), skip_special_tokens=skip)
+        return self.template.tokenizer.decode(token_ids.tolist(), skip_special_tokens=skip)
 
     # --- what the tokenizer has beside text ---
 
-    @functools.cached_property
+    @cached_property
     def _special(self) -> re.Pattern[str]:
         return match_added(self.template.tokenizer, lambda token: token.special)
 
-    @functools.cached_property
+    @cached_property
     def _added(self) -> re.Pattern[str]:
         return match_added(self.template.tokenizer, lambda token: True)
 
@@ -214,7 +208,7 @@ class ChatFormat:
                 message = parsed
             except (ValueError, DataError) as error:
                 unreadable = str(error)
-        answer = Node(
+        return Node(
             node,
             (*node.messages, as_text if message.get("tool_calls") and not self.writes_calls else message),
             completion.token_ids,
@@ -222,8 +216,7 @@ class ChatFormat:
             completion.weight_versions,
             sampled=True,
             ended=ended,
-        )
-        return answer, Turn(message=message, text=text, complete=ended, unreadable=unreadable)
+        ), Turn(message=message, text=text, complete=ended, unreadable=unreadable)
 
     def _parse(self, text: str, node: Node) -> ChatMessage:
         """The message that a text means, its calls with ids of ours. Raises ValueError."""
@@ -231,8 +224,7 @@ class ChatFormat:
         if callable(self.read_turn):
             parsed = self.read_turn(text)
         else:
-            before = self.template.render(_mark(node.messages))
-            header = node.text.removeprefix(before)
+            header = node.text.removeprefix(self.template.render(_mark(node.messages)))
             tokenizer: Any = self.template.tokenizer
             try:
                 parsed = tokenizer.parse_response(text, self.read_turn, prefix=header, tools=list(self.tools))
@@ -252,7 +244,7 @@ def load_response_template(name: str) -> ResponseTemplate | None:
     """What rl.rollout.response_template means: a name of response_templates.json, a JSON file, or a function.
     None for an empty one. Raises PlugInError, ConfigError.
     """
-    known: Any = json.loads(Path(__file__).with_name("response_templates.json").read_text("utf-8"))
+    known = json.loads(Path(__file__).with_name("response_templates.json").read_text("utf-8"))
     if not name:
         return None
     if not name.endswith(".json"):
@@ -264,7 +256,7 @@ def load_response_template(name: str) -> ResponseTemplate | None:
 
 
 def make_chat_format(
-    tokenizer: AgentTokenizer,
+    tokenizer: ChatTokenizer,
     *,
     params: TemplateParams = NO_PARAMS,
     tools: Tools = (),
@@ -285,7 +277,7 @@ def make_chat_format(
             "there are tools, and the tokenizer does not say how their calls are read; set"
             " rl.rollout.response_template, for most models to 'hermes'"
         )
-    make = functools.partial(ChatFormat, tools=tools, read_turn=own, history=history)
+    make = partial(ChatFormat, tools=tools, read_turn=own, history=history)
     if tools:
         name, call_id = tools[0]["function"]["name"], "c00010000"
         call = {"type": "function", "id": call_id, "function": {"name": name, "arguments": {}}}
@@ -302,18 +294,6 @@ def make_chat_format(
     return make(make_template([question], tokenizer, params, None), writes_calls=False)
 
 
-def _prompt(
-    parent: Node | None,
-    messages: tuple[ChatMessage, ...],
-    token_ids: IntArray,
-    text: str,
-    *,
-    fresh: bool = False,
-) -> Node:
-    log_probs, versions = np.zeros_like(token_ids, np.float32), np.full_like(token_ids, -1)
-    return Node(parent, messages, token_ids, log_probs, versions, text, fresh)
-
-
 # --- marks --------------------------------------------------------------------------------------------------
 
 
@@ -325,7 +305,7 @@ def _mark(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """The messages with a mark in place of each part of an assistant turn: its thinking, its content, and the
     arguments of its calls.
     """
-    marked: list[ChatMessage] = []
+    marked = []
     for index, message in enumerate(messages):
         turn: Any = dict(message)
         if message["role"] == "assistant":
@@ -368,8 +348,8 @@ def collect_segments(turns: Sequence[TurnRecord], sample: Sample) -> tuple[Sampl
     """
     inner = {node for turn in turns for node in turn.answer.path()[:-1]}
     rewards = {turn.answer: turn.reward or 0.0 for turn in turns}
-    trained: set[Node] = set()
-    segments: list[Sample] = []
+    trained = set()
+    segments = []
     for leaf in [turn.answer for turn in turns if turn.answer not in inner]:
         path = leaf.path()
         new = [node.sampled and node not in trained for node in path]
@@ -385,13 +365,15 @@ def collect_segments(turns: Sequence[TurnRecord], sample: Sample) -> tuple[Sampl
 
 def _join_nodes(sample: Sample, nodes: Sequence[Node], trains: Sequence[bool], **fields: Any) -> Sample:
     """The sample with the tokens of the nodes, of which those that train have log-probs and versions."""
-    mask = np.repeat(trains, [len(node.token_ids) for node in nodes])
+    rows = [np.broadcast_arrays(node.token_ids, node.log_probs, node.versions) for node in nodes]
+    tokens, log_probs, versions = map(np.concatenate, zip(*rows, strict=True))
+    mask = np.repeat(trains, [len(ids) for ids, *_ in rows])
     return replace(
         sample,
-        tokens=np.concatenate([node.token_ids for node in nodes]),
+        tokens=tokens,
         loss_mask=mask,
-        rollout_log_probs=np.concatenate([node.log_probs for node in nodes]) * mask,
-        weight_versions=np.where(mask, np.concatenate([node.versions for node in nodes]), -1),
+        rollout_log_probs=log_probs * mask,
+        weight_versions=np.where(mask, versions, -1),
         **fields,
     )
 
@@ -421,7 +403,7 @@ def unpack_trajectory(
     form: ChatFormat, sample: Sample, layout: Mapping[str, JSONValue]
 ) -> tuple[Node, list[TurnRecord], Completion | None]:
     """The inverse of pack_trajectory."""
-    chain: list[Node] = []
+    chain = []
     messages, first = tuple(layout["held_messages"]), 0
     for count, said, fresh, sampled, ended in layout["nodes"]:
         span = slice(first, first := first + count)

@@ -7,7 +7,7 @@ Loads neither trio nor torch.
 
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from rollouts.config.tables import RolloutConfig
@@ -41,6 +41,19 @@ Record = dict[str, JSONValue]
 NEW_RECORD: Record = {"restarts": 0, "resumed": 0, "tool_calls": 0, "time/tools": 0.0, "time/all": 0.0}
 
 
+@dataclass(eq=False)
+class Trajectory:
+    """A trajectory under way."""
+
+    form: ChatFormat
+    config: RolloutConfig
+    sampling: SamplingParams
+    sample: Sample  # as it was before the trajectory
+    node: Node  # the newest prompt
+    turns: list[TurnRecord]
+    record: Record
+
+
 class ToolResult(NamedTuple):
     """What became of one tool call."""
 
@@ -55,19 +68,15 @@ def extract_tool_calls(message: ChatMessage) -> ToolCalls:
 
 
 def play_turns(
-    form: ChatFormat,
-    node: Node,
-    turns: list[TurnRecord],
-    record: Record,
-    config: RolloutConfig,
-    stops: Callable[[Turn], bool] = lambda turn: False,
+    played: Trajectory, stops: Callable[[Turn], bool] = lambda turn: False
 ) -> Generator[Node | ToolCalls | Turn | End, Any, None]:
-    """What a trajectory needs next, from a prompt on, and at last why it ended. It is sent the completion of
-    a prompt, or None if there is no room for one; a ToolResult for each of some tool calls; an Observation
-    for a turn without any, or None where there is no environment. Turns are appended to `turns`.
+    """What a trajectory needs next, from its newest prompt on, and at last why it ended. It is sent the
+    completion of a prompt, or None if there is no room for one; a ToolResult for each of some tool calls; an
+    Observation for a turn without any, or None where there is no environment.
     """
-    while completion := (yield node):
-        answer, turn = form.read(node, completion)
+    form, turns, config, record = played.form, played.turns, played.config, played.record
+    while completion := (yield played.node):
+        answer, turn = form.read(played.node, completion)
         turns.append(TurnRecord(answer, turn.text))
         calls = extract_tool_calls(turn.message)
         if turn.complete and stops(turn):
@@ -99,17 +108,17 @@ def play_turns(
                 yield "done" if seen.done else "turns"
                 return
             news = parse_prompt(seen.messages)
-        node = form.extend(answer, news)
+        played.node = form.extend(answer, news)
     yield "tokens"
 
 
 def make_request(
-    sample: Sample, node: Node, number: int, sampling: SamplingParams, max_tokens: int, *, draw: str = ""
+    played: Trajectory, number: int, max_tokens: int, *, draw: str = ""
 ) -> GenerateRequest | None:
-    """The request of that number, from 0, in the trajectory of a sample; None if max_tokens leave no room.
-    Equal draws draw equal numbers; empty: those of the request's number.
+    """The request of that number, from 0, for the newest prompt; None if max_tokens leave no room. Equal
+    draws draw equal numbers; empty: those of the request's number.
     """
-    prompt = node.tokens
+    sample, sampling, prompt = played.sample, played.sampling, played.node.tokens
     room = min(max_tokens - len(prompt), sampling.max_new_tokens)
     if room < 1:
         return None
@@ -128,32 +137,24 @@ def make_request(
 def add_reward(turns: list[TurnRecord], result: RewardResult) -> None:
     """Adds to the reward of the newest turn."""
     last = turns[-1]
-    parts: Any = Counter(last.rewards)
+    parts = Counter(last.rewards)
     parts.update(result.parts)
     turns[-1] = last._replace(reward=(last.reward or 0.0) + result.reward, rewards=dict(parts))
 
 
-def finish_trajectory(
-    sample: Sample,
-    node: Node,
-    turns: Sequence[TurnRecord],
-    record: Record,
-    config: RolloutConfig,
-    end: End,
-    *,
-    log_probs: bool = True,
-) -> tuple[Sample, ...]:
-    """One sample for each segment. node: the newest prompt. log_probs: False where the engine gave none, so
-    that nothing trains. Raises TrajectoryLeftOut where the config says so of the limit.
+def finish_trajectory(played: Trajectory, end: End, *, log_probs: bool = True) -> tuple[Sample, ...]:
+    """One sample for each segment. log_probs: False where the engine gave none, so that nothing trains.
+    Raises TrajectoryLeftOut where the config says so of the limit.
     """
-    rule = "train" if end == "done" else config.at_limit.get(end, "train")
+    sample, node, turns = played.sample, played.node, played.turns
+    rule = "train" if end == "done" else played.config.at_limit.get(end, "train")
     if rule == "drop":
         raise TrajectoryLeftOut(
             f"its limit of {end} ended the trajectory, and rl.rollout.at_limit.{end} = 'drop' leaves it out;"
             " raise the limit, or let it train"
         )
     own = [turn.reward for turn in turns if turn.reward is not None]
-    parts: Any = Counter()
+    parts = Counter()
     shown, segment = list[Record](), -1
     for turn in turns:
         parts.update(turn.rewards)
@@ -163,7 +164,7 @@ def finish_trajectory(
         shown.append({"tokens": len(turn.answer.token_ids), **told})
     if turns and turns[-1].answer.parent is node:
         node = turns[-1].answer
-    record = {**record, "end": end, "trains": rule == "train", "turns": shown}
+    record = {**played.record, "end": end, "trains": rule == "train", "turns": shown}
     whole = replace(
         sample,
         response=turns[-1].text if turns else "",
@@ -208,7 +209,7 @@ def execute_tools(calls: ToolCalls, tools: Sequence[Callable[..., Any]]) -> list
     becomes text for the model, beginning with "Error:". Raises PlugInError for a function that is no tool.
     """
     known = {tool.__name__: (tool, inspect_tool(tool)[1]) for tool in tools}
-    results: list[ToolResult] = []
+    results = []
     for call in calls:
         name, outcome = call["function"]["name"], "ok"
         try:
@@ -245,18 +246,16 @@ def create_multiturn_rollout(
     Raises like finish_trajectory, DataError where the chat template refuses the conversation, and what the
     functions raise.
     """
-    start, turns, record = make_pending(sample), list[TurnRecord](), {**NEW_RECORD}
-    form = replace(form, read_turn=tool_parser or form.read_turn)
+    start, form = make_pending(sample), replace(form, read_turn=tool_parser or form.read_turn)
     node = form.begin(parse_prompt(start.prompt))
-    playing = play_turns(form, node, turns, record, config, stop_condition)
-    answer: Any = None
+    played = Trajectory(form, config, sampling, start, node, [], {**NEW_RECORD})
+    playing, answer = play_turns(played, stop_condition), None
     while not isinstance(wanted := playing.send(answer), str):
         if isinstance(wanted, Node):
-            node = wanted
-            request = make_request(start, node, len(turns), sampling, config.max_trajectory_tokens)
+            request = make_request(played, len(played.turns), config.max_trajectory_tokens)
             answer = complete([request])[0] if request else None
         elif isinstance(wanted, Turn):
             answer = step(wanted) if step else None
         else:
             answer = tool_executor(wanted)
-    return finish_trajectory(start, node, turns, record, config, wanted)
+    return finish_trajectory(played, wanted)

@@ -64,8 +64,7 @@ async def open_world(
             asked = {**request, "method": method, "arguments": arguments, "error": "environment"}
             value = await lent(asked, f"{what}: {method}")
             if method == "step":
-                reward = value["reward"] and RewardResult(**value["reward"])
-                return Observation(**value | {"reward": reward})
+                return Observation(**value | {"reward": value["reward"] and RewardResult(**value["reward"])})
             return RewardResult(**value) if method == "score" and value else value
 
         schemas = await ask_worker("open", row)
@@ -77,8 +76,7 @@ async def open_world(
         async def call(method: str, *arguments: Any) -> Any:
             return check_answer(await ask(method, *arguments), method, f"{what}: {method}")
 
-        methods = ["reset", "step", "score", "state_dict", "load_state_dict"]
-        yield World(tools, *(partial(call, method) for method in methods))
+        yield World(tools, call)
 
 
 # --- MCP servers --------------------------------------------------------------------------------------------
@@ -94,7 +92,7 @@ async def open_mcp_tools(source: str, timeout_s: float) -> AsyncIterator[list[To
     """
     mcp, (command, *words) = import_extra("mcp", source, "mcp"), shlex.split(source)
     server = source if "://" in command else mcp.StdioServerParameters(command=command, args=words)
-    client: Any = mcp.Client(server, read_timeout_seconds=timeout_s + OPEN_S)
+    client = mcp.Client(server, read_timeout_seconds=timeout_s + OPEN_S)
 
     async def call(name: str, arguments: JSONValue) -> str:
         try:

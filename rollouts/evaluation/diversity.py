@@ -38,10 +38,10 @@ def compute_self_bleu(responses: Sequence[Sequence[Hashable]]) -> float:
     """
     if len(responses) < 2:
         raise ValueError(f"{len(responses)} responses; self-BLEU compares at least 2")
-    logs: list[list[float]] = [[] for _ in responses]
+    logs = [[] for _ in responses]
     for n in range(1, MAX_N + 1):
         grams = [_n_grams(response, n) for response in responses]
-        highest: dict[tuple[Hashable, ...], tuple[int, int]] = {}  # the two highest counts in one response
+        highest = {}  # the two highest counts in one response
         for gram, times in chain.from_iterable(found.items() for found in grams):
             first, second = highest.get(gram, (0, 0))
             highest[gram] = max(first, times), max(second, min(first, times))
@@ -51,7 +51,7 @@ def compute_self_bleu(responses: Sequence[Sequence[Hashable]]) -> float:
             matches = sum(min(times, top[times == top[0]]) for times, top in tops) or SMOOTHING
             if found or n == 1:
                 terms.append(math.log(matches / found.total()) if found else -math.inf)
-    scores: list[float] = []
+    scores = []
     lengths = sorted(map(len, responses))
     for response, terms in zip(responses, logs, strict=True):
         length = len(response)

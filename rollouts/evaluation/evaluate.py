@@ -7,11 +7,11 @@ lower case. The answer with the most votes wins, of equal ones that which was gi
 of the first sample that gave it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import NotEnoughSamples
@@ -23,7 +23,7 @@ from rollouts.processes.nurseries import run_all
 from rollouts.protocols import GenerateFn, InferenceEngine, RewardFn
 from rollouts.rewards.consensus import compute_consensus
 from rollouts.rewards.math import find_final_number
-from rollouts.types import JSONValue, Sample, SamplingParams, Status, split_trajectories
+from rollouts.types import Sample, SamplingParams, Status, split_trajectories
 
 MAX_FAILED_FRACTION = 0.2  # of the samples
 
@@ -90,7 +90,7 @@ def hold_vote(samples: Sequence[Sample]) -> tuple[Sample, int]:
 
 
 async def evaluate(
-    rows: Sequence[Mapping[str, JSONValue]],
+    rows: Sequence[dict[str, Any]],
     engine: InferenceEngine,
     *,
     generate: GenerateFn,
@@ -108,14 +108,7 @@ async def evaluate(
     MAX_FAILED_FRACTION of them failed: a mean over the rest would be of other prompts. Raises what is not one
     sample's failure but everybody's: FleetDown, EngineClosed, ModelError, ConfigError.
     """
-    plan = GroupPlan(
-        engine=engine,
-        generate=generate,
-        reward=reward,
-        sampling=sampling,
-        seed=seed,
-        reward_timeout_s=reward_timeout_s,
-    )
+    plan = GroupPlan(engine, generate, reward, sampling, seed, reward_timeout_s)
     works = [
         partial(make_trajectory, plan, replace(sample, id=f"eval-{sample.id}"))
         for index, row in enumerate(rows)

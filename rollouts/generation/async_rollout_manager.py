@@ -39,10 +39,9 @@ import trio
 
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.data_buffer import PromptRow
-from rollouts.errors import ConfigError
+from rollouts.errors import require
 from rollouts.generation.collector import ABORTED, FILTERED, Collector, Ledger
 from rollouts.generation.group import Group, GroupPlan, decode_group, encode_group
-from rollouts.generation.pacing import Pace
 from rollouts.generation.samples import PromptSource as RowSource
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.processes.nurseries import open_plain_nursery
@@ -97,21 +96,20 @@ class AsyncRolloutManager:
         unscored. `spans` is told when each sample was generated and scored. Raises ConfigError for what
         cannot train.
         """
-        if not engine.features.log_probs:
-            raise ConfigError(
-                f"engine {engine.features.name} answers without log-probs of the distribution it samples"
-                " from, and nothing can train without them; use it for evaluation, and an engine whose"
-                " features.log_probs is True here"
-            )
-        if sampling.top_p < 1 or sampling.top_k > 0:
-            raise ConfigError(
-                f"sampling.top_p={sampling.top_p}, top_k={sampling.top_k}; the trainer computes log-probs"
-                " over the whole vocabulary, so training samples need top_p=1 and top_k=0"
-            )
+        require(
+            engine.features.log_probs,
+            f"engine {engine.features.name} answers without log-probs of the distribution it samples from,"
+            " and nothing can train without them; use it for evaluation, and an engine whose"
+            " features.log_probs is True here",
+        )
+        require(
+            sampling.top_p >= 1 and sampling.top_k <= 0,
+            f"sampling.top_p={sampling.top_p}, top_k={sampling.top_k}; the trainer computes log-probs over"
+            " the whole vocabulary, so training samples need top_p=1 and top_k=0",
+        )
         assert max_staleness >= 0 and not (max_staleness and ranker), (max_staleness, ranker)
         self._data_buffer = data_buffer
         self._config = config
-        self._policy_version = policy_version
         self._max_staleness = max_staleness
         self._plan = GroupPlan(
             engine=engine,
@@ -124,6 +122,7 @@ class AsyncRolloutManager:
             seed=seed,
             reward_timeout_s=config.reward_timeout_s,
             needs_reward=needs_reward,
+            policy_version=policy_version,
             spans=spans,
         )
         self._in_rounds = deterministic or engine.features.deterministic
@@ -148,17 +147,16 @@ class AsyncRolloutManager:
             raise RuntimeError(
                 "generate_batch is running already; await one batch before asking for the next"
             )
-        if reward_fn is not None and self._goes_on:
-            raise ConfigError(
-                "reward_fn= inside generating(), where samples are scored before their batch is asked for;"
-                " give it to the manager"
-            )
+        require(
+            reward_fn is None or not self._goes_on,
+            "reward_fn= inside generating(), where samples are scored before their batch is asked for; give"
+            " it to the manager",
+        )
         plan = self._plan._replace(reward=reward_fn or self._plan.reward)
-        if plan.reward is not None and plan.group_reward is not None:
-            raise ConfigError(
-                "both reward and group_reward are given; score samples one by one or by group: pass one of"
-                " them"
-            )
+        require(
+            plan.reward is None or plan.group_reward is None,
+            "both reward and group_reward are given; score samples one by one or by group: pass one of them",
+        )
         self._is_awaited = True
         try:
             if self._goes_on:
@@ -303,48 +301,31 @@ class AsyncRolloutManager:
             self._nursery = self._collector = None
 
     async def _take_batch(self, plan: GroupPlan) -> RolloutBatch:
-        """The next batch, once the collector has it."""
+        """The next batch, of the collector that runs or of a new one, at the trainer's version. Raises what
+        the collector has ended with; the next call begins another.
+        """
         try:
-            collector = await self._start_collecting(plan)
-            await collector.wait_full()
+            version = plan.policy_version()
+            engine_version = min(version, await plan.engine.weight_version()) if self.overlaps else version
+            if (collector := self._collector) is None:
+                collector = self._collector = Collector(
+                    self._data_buffer,
+                    self._config,
+                    plan,
+                    self._ledger,
+                    paced=self.overlaps,
+                    in_rounds=self._in_rounds,
+                    max_staleness=self._max_staleness,
+                    waits_for_engines=self._goes_on,
+                )
+                assert self._nursery is not None
+                self._nursery.start_soon(collector.collect)
+            await collector.wait_full(version, engine_version)
         except trio.Cancelled:
             # those of this batch come with it; those of the last one were asked for
             self._ledger.last_failed = ()
             raise
-        self._raise_failure()
-        return collector.deliver()
-
-    def _raise_failure(self) -> None:
-        """Raises what the collector has ended with. The next call begins another."""
-        failed = self._collector
-        if failed is not None and failed.failure is not None:
+        if collector.failure is not None:
             self._collector = None
-            raise failed.failure
-
-    async def _start_collecting(self, plan: GroupPlan) -> Collector:
-        """The collector that runs, or a new one, at the trainer's version."""
-        version = self._policy_version()
-        engine_version = min(version, await plan.engine.weight_version()) if self.overlaps else version
-        self._raise_failure()
-        if self._collector is not None:
-            self._collector.move_to(version, engine_version)
-            return self._collector
-        self._collector = Collector(
-            self._data_buffer,
-            self._config,
-            plan,
-            self._ledger,
-            pace=Pace(
-                num_prompts=self._config.num_prompts,
-                max_staleness=self._max_staleness,
-                policy_version=version,
-                engine_version=engine_version,
-                waits_for_engines=self._goes_on,
-            ),
-            paced=self.overlaps,
-            in_rounds=self._in_rounds,
-            policy_version=self._policy_version,
-        )
-        assert self._nursery is not None
-        self._nursery.start_soon(self._collector.collect)
-        return self._collector
+            raise collector.failure
+        return collector.deliver()

@@ -41,7 +41,7 @@ def compute_batch_metrics(
     members = [member for group in decided for member in group.members]
     scored = [*groups, *outranked, *filtered] if rewards else []
     spread = [rewards_of(group.sample_group) for group in scored]
-    parts: dict[str, list[float]] = {}
+    parts = {}
     for sample in samples:
         for name, value in sample.rewards.items():
             parts.setdefault(metric_segment(name), []).append(value)

@@ -8,7 +8,7 @@ put_back ──► what may be carried over is held, the prompts of the others a
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -28,8 +28,9 @@ from rollouts.generation.group import (
     run_group,
     start_group,
 )
-from rollouts.generation.pacing import Pace
+from rollouts.generation.pacing import can_deliver
 from rollouts.generation.samples import PromptSource, convert_to_batch
+from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.types import Metric, RolloutBatch, Sample, Total
 
 # reasons for which a group is dropped; a filter's own reason follows FILTERED
@@ -80,10 +81,13 @@ class Collector:
     config: RolloutConfig
     plan: GroupPlan
     ledger: Ledger
-    pace: Pace
     paced: bool  # decides groups as they finish, and carries over; else they are decided in launch order
     in_rounds: bool  # not paced: when all that were launched have finished
-    policy_version: Callable[[], int]
+    max_staleness: int
+    # an update of engines that are too far behind is under way, so that nothing is launched until it is done
+    waits_for_engines: bool
+    policy_version: int = 0  # of the trainer, when the batch in the making is consumed
+    engine_version: int = -1  # the oldest that an engine in service has, at most policy_version
 
     def __post_init__(self) -> None:
         config = self.config
@@ -91,7 +95,6 @@ class Collector:
         self._at_once = math.ceil(config.num_prompts * config.over_sampling - 1e-9)
         self._draw_limit = config.num_prompts * config.max_attempts  # groups of one batch
         self.plan = self.plan._replace(
-            policy_version=self.policy_version,
             is_stale=self._is_stale,
             is_stopping=lambda: self._is_stopping,
             on_generated=self._note_generated,
@@ -109,6 +112,7 @@ class Collector:
         self._is_stopping = False
         self.failure: RolloutsError | None = None  # that ended it
         self._scope = trio.CancelScope()  # of its tasks
+        self._nursery: trio.Nursery  # the same
         self._changed = trio.lowlevel.ParkingLot()  # woken by each change
         self._ended = trio.Event()  # every task has ended
 
@@ -130,24 +134,18 @@ class Collector:
 
     def note_engine_version(self, version: int) -> None:
         """Every engine that serves has the weights of `version`, or newer ones."""
-        newest = min(version, self.pace.policy_version)
-        self.pace.engine_version = max(self.pace.engine_version, newest)
+        self.engine_version = max(self.engine_version, min(version, self.policy_version))
         self._changed.unpark_all()
 
-    def move_to(self, version: int, engine_version: int) -> None:
-        """The batch in the making will be consumed at `version`. Finished groups are too old for it only if
-        the trainer has skipped versions.
-        """
-        self.pace.policy_version = version
+    async def wait_full(self, version: int, engine_version: int) -> None:
+        """Returns when a batch, consumed at `version`, can be delivered, or the collector has failed."""
+        self.policy_version = version
+        # finished groups are too old for it only if the trainer has skipped versions
         for index, group in sorted(self._kept.items()):
             if self._is_stale(group.oldest_version):
-                self.pace.close(index)
                 del self._kept[index]
                 self._drop([group], STALE, returned=True)
         self.note_engine_version(engine_version)
-
-    async def wait_full(self) -> None:
-        """Returns when a batch can be delivered, or the collector has failed."""
         while self.failure is None and not self._is_full():
             await self._changed.park()
         if not self.paced or self.failure is not None:
@@ -180,13 +178,11 @@ class Collector:
         ended when this returns.
         """
         try:
-            async with trio.open_nursery() as nursery:
-                self._scope = nursery.cancel_scope
-                try:
-                    await self._work(nursery)
-                except RolloutsError as error:
-                    self.failure = error
-                nursery.cancel_scope.cancel()
+            with self._scope:
+                async with open_plain_nursery() as self._nursery:
+                    await self._work()
+        except RolloutsError as error:
+            self.failure = error
         finally:
             self.generating = 0
             if self.failure is not None:
@@ -194,13 +190,13 @@ class Collector:
             self._ended.set()
             self._changed.unpark_all()
 
-    async def _work(self, nursery: trio.Nursery) -> None:
+    async def _work(self) -> None:
         self._take_held()
-        self._launch(nursery, self._undecided.values())
+        self._launch(self._undecided.values())
         while self.paced or not self._is_full():
-            if self._is_full() and not self.pace.waits_for_engines:
+            if self._is_full() and not self.waits_for_engines:
                 self._is_stopping = True
-            self._launch_more(nursery)
+            self._launch_more()
             self._check_budget()  # the limit may have left fewer than are needed
             self._changed.unpark_all()
             await self._changed.park()
@@ -208,19 +204,19 @@ class Collector:
                 # replaced at once, even if the batch is full in a moment: else ids would depend on who
                 # finishes first
                 if not self._decide(ready) and not self.paced:
-                    self._launch_more(nursery)
+                    self._launch_more()
 
-    def _launch(self, nursery: trio.Nursery, groups: Iterable[Group]) -> None:
+    def _launch(self, groups: Iterable[Group]) -> None:
         for group in groups:
             self.generating += sum(not member.segments for member in group.members)
-            nursery.start_soon(self._run, group)
+            self._nursery.start_soon(self._run, group)
 
     async def _run(self, group: Group) -> None:
         if await run_group(self.plan, group):
             self._closed[group.index] = group
             self._changed.unpark_all()
 
-    def _launch_more(self, nursery: trio.Nursery) -> None:
+    def _launch_more(self) -> None:
         """Launches new attempts, as many as the window has room for and the draw limit leaves."""
         self._check_budget()
         room = min(self._find_room(), self._draw_limit - self._drawn)
@@ -231,29 +227,40 @@ class Collector:
             for index, prompt in enumerate(self.data_buffer.get_prompts(room), self.ledger.drawn)
         ]
         for group in opened:
-            self._undecided[group.index] = group
-            self.pace.open(group.index)
+            self._admit(self._undecided, group)
         self.ledger.drawn += len(opened)
         self._drawn += len(opened)
         reach("rollout.drawn")
-        self._launch(nursery, opened)
+        self._launch(opened)
+
+    def _admit(self, place: dict[int, Group], group: Group) -> None:
+        """Puts an open group there, with its deadline."""
+        oldest = group.oldest_version
+        group.deadline = (self.engine_version if oldest is None else oldest) + self.max_staleness
+        place[group.index] = group
 
     def _find_room(self) -> int:
+        """How many more groups may be launched now; 0 or less: none."""
+        open_, num_prompts = len(self._kept) + len(self._undecided), self.config.num_prompts
         if not self.paced:
-            return (
-                0
-                if self.in_rounds and self._undecided
-                else self._at_once - len(self._kept) - len(self._undecided)
-            )
-        if self.pace.waits_for_engines and len(self.pace.finished) >= READY_BATCHES * self.config.num_prompts:
+            return 0 if self.in_rounds and self._undecided else self._at_once - open_
+        if self.waits_for_engines and len(self._kept) >= READY_BATCHES * num_prompts:
             return 0
+        # the window is at least P, even if the engines are too far behind for anything to train: that is then
+        # found out, unless it is waited for
+        batches = self.engine_version + self.max_staleness - self.policy_version + 1
+        window = num_prompts * max(0 if self.waits_for_engines else 1, batches)
         size = self.config.samples_per_prompt
-        busy = self.generating - self._waiting
-        return min((self._at_once * size - busy) // size, self.pace.room)
+        return min((self._at_once * size - (self.generating - self._waiting)) // size, window - open_)
 
     def _is_full(self) -> bool:
         if self.paced:
-            return self.pace.is_full()
+            finished, running = (
+                [group.deadline for group in groups.values()] for groups in (self._kept, self._undecided)
+            )
+            return can_deliver(
+                finished, running, num_prompts=self.config.num_prompts, version=self.policy_version
+            )
         more_come = self._undecided or self._drawn < self._draw_limit
         competing = self.plan.ranker is not None and more_come
         return len(self._kept) >= (self._at_once if competing else self.config.num_prompts)
@@ -287,10 +294,8 @@ class Collector:
         elif self._is_stale(group.oldest_version):
             self._drop([group], STALE, returned=True)
         else:
-            self._kept[index] = group
-            self.pace.finish(index, oldest=group.oldest_version)
+            self._admit(self._kept, group)
             return True
-        self.pace.close(index)
         return False
 
     def _drop(self, groups: Sequence[Group], reason: str, *, returned: bool) -> None:
@@ -303,8 +308,8 @@ class Collector:
 
     def _is_stale(self, oldest: int | None) -> bool:
         """Whether the batch in the making is too late for tokens, the oldest of this version."""
-        version = self.pace.policy_version if self.paced else self.policy_version()
-        return oldest is not None and oldest + self.pace.max_staleness < version
+        version = self.policy_version if self.paced else self.plan.policy_version()
+        return oldest is not None and oldest + self.max_staleness < version
 
     def _check_budget(self) -> None:
         """Raises NotEnoughSamples when so many samples failed, or so many groups were drawn, that the batch
@@ -330,7 +335,7 @@ class Collector:
             hints = f"; the first failure: {self._failed[0].metadata['failure']['message']}"
         if STALE in self._dropped:
             hints += (
-                f"; stale: the engine's weights are more than max_staleness={self.pace.max_staleness} steps"
+                f"; stale: the engine's weights are more than max_staleness={self.max_staleness} steps"
                 " behind the trainer's"
             )
         raise NotEnoughSamples(
@@ -345,34 +350,35 @@ class Collector:
     def deliver(self) -> RolloutBatch:
         """The batch. What is undecided is surplus, or goes on."""
         self._check_budget()
-        if self.paced:
-            chosen = self.pace.choose()
-        else:
-            best = sorted(self._kept, key=lambda index: (-self._kept[index].score, index))
-            chosen = sorted(best[: self.config.num_prompts])
-        groups = [self._kept[index] for index in chosen]
+        # deadlines are all alike where groups have scores
+        best = sorted(self._kept.values(), key=lambda group: (group.deadline, -group.score, group.index))
+        groups = sorted(best[: self.config.num_prompts], key=lambda group: group.index)
         assert len(groups) == self.config.num_prompts, (len(groups), self.config.num_prompts)
         assert not any(self._is_stale(group.oldest_version) for group in groups), (
             "the policy version advanced while a batch was made"
         )
-        replayed, ledger = self._draw_replayed(), self.ledger
+        ledger = self.ledger
+        # config.replay of the groups of earlier batches that are not too old for this one, each as likely as
+        # any other: a pure function of the seed and the groups trained so far
+        ledger.replay = [group for group in ledger.replay if not self._is_stale(group.oldest_version or 0)]
+        draws = np.random.default_rng([REPLAY_STREAM, self.plan.seed, ledger.trained])
+        drawn = sorted(draws.permutation(len(ledger.replay))[: self.config.replay])
         samples = [sample for group in groups for sample in group.samples]
         samples += [
             replace(sample, metadata={**sample.metadata, REPLAYED: True})
-            for group in replayed
-            for sample in group.samples
+            for index in drawn
+            for sample in ledger.replay[index].samples
         ]
         batch = convert_to_batch(samples, temperature=self.plan.sampling.temperature)
         ledger.trained += len(groups)
-        for index in chosen:
-            del self._kept[index]
-            self.pace.close(index)
+        for group in groups:
+            del self._kept[group.index]
         for group in self._failed_groups.values():
             ledger.failed[str(group.failure_class)] += 1
             if group.failure_class == INFRASTRUCTURE:
                 self.data_buffer.return_prompts([group.prompt])
         self._failed_groups.clear()
-        outranked: list[Group] = []
+        outranked = []
         if not self.paced:
             outranked = list(self._kept.values())
             self._kept.clear()
@@ -383,45 +389,28 @@ class Collector:
         )
         if self.config.replay:
             ledger.replay += groups
-            ledger.replayed += len(replayed)
-            ledger.last_metrics["groups/replayed"] = Total(len(replayed))
+            ledger.replayed += len(drawn)
+            ledger.last_metrics["groups/replayed"] = Total(len(drawn))
         ledger.last_failed = tuple(self._failed)
         self._begin_batch()
-        if self.pace.waits_for_engines:  # the next batch is consumed when the trainer is done with this one
-            self.pace.policy_version += 1
+        if self.waits_for_engines:  # the next batch is consumed when the trainer is done with this one
+            self.policy_version += 1
             self._changed.unpark_all()
         return batch
-
-    def _draw_replayed(self) -> list[Group]:
-        """Groups of earlier batches that train again: config.replay of those that are not too old for this
-        one, each as likely as any other. What is too old is forgotten. A pure function of the seed and the
-        groups trained so far.
-        """
-        ledger = self.ledger
-        fresh = [group for group in ledger.replay if not self._is_stale(group.oldest_version or 0)]
-        draws = np.random.default_rng([REPLAY_STREAM, self.plan.seed, ledger.trained])
-        ledger.replay = fresh
-        chosen = draws.permutation(len(fresh))[: self.config.replay]
-        return [fresh[index] for index in sorted(chosen)]
 
     def _take_held(self) -> None:
         """Takes over held groups. Those that are too old go, and where nothing is carried over all of them: a
         manager with other settings has held them. Their prompts are returned.
         """
         held, self.ledger.held = self.ledger.held, {}
-        returned: list[Group] = []
-        for index, group in held.items():
+        returned = []
+        for group in held.values():
             oldest = group.oldest_version
             if self._is_stale(oldest) or not self.paced:
                 self._drop([group], STALE if self._is_stale(oldest) else SURPLUS, returned=False)
                 returned.append(group)
                 continue
-            self.pace.open(index, oldest=oldest)
-            if group.decision is None:
-                self._undecided[index] = group
-            else:
-                self._kept[index] = group
-                self.pace.finish(index, oldest=oldest)
+            self._admit(self._undecided if group.decision is None else self._kept, group)
         self.data_buffer.return_prompts([group.prompt for group in returned])
 
     def open_groups(self) -> list[Group]:
@@ -454,7 +443,7 @@ class Collector:
     def put_back(self, reason: str) -> None:
         """Holds and returns what is left; does nothing after a batch that was delivered."""
         if reason == ABORTED:
-            self.pace.policy_version = self.policy_version()
+            self.policy_version = self.plan.policy_version()
             self.ledger.last_failed = tuple(self._failed) or self.ledger.last_failed
         held, returned = self.find_held()
         self.ledger.held = dict(sorted((self.ledger.held | held).items()))

@@ -6,9 +6,7 @@ function notes of its progress is kept.
         └──► the member of its group, which goes on from there whatever ends the call
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -19,22 +17,22 @@ import trio
 
 from rollouts.errors import EngineError
 from rollouts.generation.generate import ask_for_rest
+from rollouts.protocols import InferenceEngine
 from rollouts.types import Completion, GenerateRequest, Sample, Status
 
 if TYPE_CHECKING:
     from rollouts.generation.group import GroupPlan, Member
 
 MAX_STARTS = 8  # aborts in a row of one sample without a token more; after that it has failed
-_RUNNING: ContextVar[ContinuingEngine | None] = ContextVar("running", default=None)
+_RUNNING: "ContextVar[ContinuingEngine | None]" = ContextVar("running", default=None)
 
 
 @dataclass(eq=False)
 class ContinuingEngine:
     """An InferenceEngine for one call of a generate function. All but `generate` is the engine's own."""
 
-    plan: GroupPlan
-    member: Member  # with what the function has noted
-    keep: Callable[[Member], None] = lambda member: None  # gets the member when it notes something
+    plan: "GroupPlan"
+    member: "Member"  # with what the function has noted
     asking: int = 0  # requests that wait for an answer
     waits: bool = False  # for a tool or an environment, between two turns
     in_vain: int = 0  # aborts in a row without a token more
@@ -49,20 +47,19 @@ class ContinuingEngine:
 
         Raises like the engine, and EngineError after MAX_STARTS aborts in a row without a token more.
         """
-        rest, whole = request, None
+        whole, done = None, 0
         self._count_waiting(False)
         self.asking += 1
         try:
             while True:
-                answer = await self.plan.engine.generate(rest)
-                whole = join_completions(whole, answer) if whole and len(whole.token_ids) else answer
-                done, oldest = len(whole.token_ids), min(whole.weight_versions.tolist(), default=None)
-                if answer.finish_reason != "abort" or self.plan.is_stale(oldest) or self.plan.is_stopping():
+                whole = await ask_on(self.plan.engine, request, whole if done else None)
+                more, done = len(whole.token_ids) - done, len(whole.token_ids)
+                oldest = min(whole.weight_versions.tolist(), default=None)
+                if whole.finish_reason != "abort" or self.plan.is_stale(oldest) or self.plan.is_stopping():
                     return whole
                 if done >= request.sampling.max_new_tokens:
                     return replace(whole, finish_reason="length")
-                self.count_abort(len(answer.token_ids))
-                rest = ask_for_rest(request, whole.token_ids) if done else request
+                self.count_abort(more)
         finally:
             self.asking -= 1
             self._count_waiting(self.member.partial is not None and not self.asking)
@@ -108,14 +105,16 @@ def note_progress(sample: Sample) -> None:
     """
     call = _RUNNING.get()
     if call is not None:
-        call.member = call.member._replace(partial=replace(sample, status=Status.ABORTED))
-        call.keep(call.member)
+        call.member.partial = replace(sample, status=Status.ABORTED)
         if call.plan.is_stopping():
             call.end_if_idle()
 
 
-def join_completions(first: Completion, second: Completion) -> Completion:
-    """Both as the completion of the first one's request."""
+async def ask_on(engine: InferenceEngine, request: GenerateRequest, held: Completion | None) -> Completion:
+    """The completion of a request, of which the engine is only asked for what follows `held`."""
+    if held is None:
+        return await engine.generate(request)
+    answer = await engine.generate(ask_for_rest(request, held.token_ids))
     names = ("token_ids", "log_probs", "weight_versions")
-    joined = {name: np.concatenate([getattr(first, name), getattr(second, name)]) for name in names}
-    return replace(first, finish_reason=second.finish_reason, **joined)
+    joined = {name: np.append(getattr(held, name), getattr(answer, name)) for name in names}
+    return replace(held, finish_reason=answer.finish_reason, **joined)

@@ -7,35 +7,16 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
 
 import numpy as np
 
 from rollouts.data.chat import NO_PARAMS, ChatTokenizer, TemplateParams, tokenize_prompt
 from rollouts.data.rows import parse_tools
 from rollouts.protocols import GenerateFn, InferenceEngine
-from rollouts.types import (
-    EMPTY,
-    Completion,
-    GenerateRequest,
-    IntArray,
-    Sample,
-    SamplingParams,
-    Status,
-)
+from rollouts.types import EMPTY, Completion, GenerateRequest, IntArray, Sample, SamplingParams, Status
 
-STATUS_OF = {
-    "stop": Status.COMPLETED,
-    "length": Status.TRUNCATED,
-    "abort": Status.ABORTED,
-}
+STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 CACHED_PROMPTS = 4096  # a prompt of 1000 tokens takes 8 kB
-
-
-class GenerationTokenizer(ChatTokenizer, Protocol):
-    """A chat tokenizer that can also read."""
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> Any: ...
 
 
 def make_prompt_tokenizer(
@@ -57,7 +38,7 @@ def make_prompt_tokenizer(
     return lambda sample: tokenize(json.dumps([sample.prompt, sample.metadata.get("tools")]))
 
 
-def make_chat_generate(tokenizer: GenerationTokenizer, *, params: TemplateParams = NO_PARAMS) -> GenerateFn:
+def make_chat_generate(tokenizer: ChatTokenizer, *, params: TemplateParams = NO_PARAMS) -> GenerateFn:
     """A generate function that answers a prompt (text is one user turn) in the chat template with one
     completion.
 
@@ -95,7 +76,7 @@ def append_completion(
     sample: Sample,
     tokens: IntArray,
     completion: Completion,
-    tokenizer: GenerationTokenizer,
+    tokenizer: ChatTokenizer,
     *,
     done: int = 0,
     trains: bool = True,
@@ -109,16 +90,16 @@ def append_completion(
     if not done:
         blank = dict.fromkeys(("loss_mask", "rollout_log_probs", "weight_versions", "turn_rewards"), EMPTY)
         sample = replace(sample, tokens=tokens, **blank)
-    all_tokens = np.concatenate([tokens, completion.token_ids])
-    all_mask = np.concatenate([sample.loss_mask, np.full(count, trains)])
+    all_tokens = np.append(tokens, completion.token_ids)
+    all_mask = np.append(sample.loss_mask, np.full(count, trains))
     response = all_tokens[all_mask] if trains else completion.token_ids
     log_probs = completion.log_probs if trains else np.zeros(count)
     return replace(
         sample,
         tokens=all_tokens,
         loss_mask=all_mask,
-        rollout_log_probs=np.concatenate([sample.rollout_log_probs, log_probs]),
-        weight_versions=np.concatenate([sample.weight_versions, completion.weight_versions]),
+        rollout_log_probs=np.append(sample.rollout_log_probs, log_probs),
+        weight_versions=np.append(sample.weight_versions, completion.weight_versions),
         turn_rewards=np.append(sample.turn_rewards, np.zeros(count)),
         response=tokenizer.decode(response.tolist(), skip_special_tokens=True),
         status=STATUS_OF[completion.finish_reason],
@@ -130,12 +111,11 @@ def ask_for_rest(request: GenerateRequest, token_ids: IntArray) -> GenerateReque
     # it begins its random stream anew: with the seed of the first, the second half would repeat its draws
     request_id, sampling = f"{request.request_id}@{len(token_ids)}", request.sampling
     seed = None if sampling.seed is None else compute_request_seed(sampling.seed, request_id)
-    left = sampling.max_new_tokens - len(token_ids)
     return replace(
         request,
         request_id=request_id,
-        prompt_ids=np.concatenate([request.prompt_ids, token_ids]),
-        sampling=replace(sampling, max_new_tokens=left, seed=seed),
+        prompt_ids=np.append(request.prompt_ids, token_ids),
+        sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - len(token_ids), seed=seed),
     )
 
 
@@ -143,5 +123,4 @@ def compute_request_seed(run_seed: int, sample_id: str) -> int:
     """63 bits that depend on both arguments and nothing else: the same in every process and on every
     machine.
     """
-    digest = hashlib.sha256(f"{run_seed}/{sample_id}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return int.from_bytes(hashlib.sha256(f"{run_seed}/{sample_id}".encode()).digest()[:8], "big") >> 1

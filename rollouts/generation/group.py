@@ -12,12 +12,10 @@ What users, data and engines do wrong ends in the record of a sample or of the g
 our own bugs leave as exceptions.
 """
 
-from __future__ import annotations
-
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import mode
 from typing import Any, NamedTuple, cast
 
@@ -29,19 +27,13 @@ from rollouts.crash_points import reach
 from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import (
     DataError,
-    EngineClosed,
     EngineError,
-    EngineSetupError,
     EnvironmentFailed,
-    FleetDown,
     InfrastructureError,
     RequestRefused,
-    RewardCrashed,
-    RewardTimeout,
     RolloutsError,
     TrajectoryLeftOut,
     UserFunctionError,
-    WeightVersionError,
 )
 from rollouts.generation.continuing import ContinuingEngine
 from rollouts.generation.generate import compute_request_seed
@@ -86,8 +78,8 @@ class GroupPlan(NamedTuple):
     filters: Sequence[FilterFn] = ()
     ranker: RankerFn | None = None
     needs_reward: bool = True  # False: where nothing scores samples they train without
-    # the trainer's version, which no token is newer than; None where nothing trains
-    policy_version: Callable[[], int] | None = None
+    # the trainer's version, which no token is newer than; without bound where nothing trains
+    policy_version: Callable[[], int] = lambda: sys.maxsize
     # whether the tokens of an aborted sample, the oldest of this version, are too old to go on from
     is_stale: Callable[[int | None], bool] = lambda oldest: False
     is_stopping: Callable[[], bool] = lambda: False  # whether an aborted sample ends with what it has
@@ -97,7 +89,8 @@ class GroupPlan(NamedTuple):
     spans: SpanRecorder | None = None  # is told when each sample was generated and scored
 
 
-class Member(NamedTuple):
+@dataclass
+class Member:
     """How far one sample of a group has come: pending → partial → generated → scored."""
 
     pending: Sample  # as it was before anything was generated
@@ -112,7 +105,7 @@ class Member(NamedTuple):
         return bool(self.segments) and self.segments[-1].status is Status.FAILED
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Group:
     """One attempt at a prompt. run_group moves it on, and nobody else does while it runs."""
 
@@ -121,6 +114,7 @@ class Group:
     members: list[Member]  # in launch order
     decision: FilterDecision | None = None  # whether it may train; None: it has not finished
     score: float = 0.0  # of the ranker
+    deadline: int = 0  # the last version that may consume it, while it is open: see pacing.py
     error: RolloutsError | None = None  # what stops the whole call
     calls: set[ContinuingEngine] = field(default_factory=set)  # of the generate function, under way
 
@@ -155,9 +149,9 @@ class Group:
         versions = [sample.oldest_version for sample in self.samples]
         return min((version for version in versions if version is not None), default=None)
 
-    def copy(self) -> Group:
+    def copy(self) -> "Group":
         """A copy that stays as it is while this group goes on."""
-        return replace(self, members=list(self.members), error=None)
+        return replace(self, members=[*map(replace, self.members)], error=None)
 
 
 def start_group(index: int, prompt: PromptRow, samples_per_prompt: int) -> Group:
@@ -172,17 +166,26 @@ async def run_group(plan: GroupPlan, group: Group) -> bool:
     Raises only Cancelled.
     """
 
-    async def run_member(index: int) -> None:
+    async def run_member(member: Member) -> None:
         try:
-            await _advance_member(plan, group, index)
+            if not member.segments:
+                call = ContinuingEngine(plan, member)
+                group.calls.add(call)
+                try:
+                    await generate_member(call)
+                finally:
+                    group.calls.discard(call)
+                    plan.on_generated()
+            if member.segments:
+                await score_member(plan, member)
         except RolloutsError as error:
             group.error = group.error or error
             nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
-        for index, member in enumerate(group.members):
+        for member in group.members:
             if not member.scored:
-                nursery.start_soon(run_member, index)
+                nursery.start_soon(run_member, member)
     if group.error is None and all(member.scored for member in group.members):
         try:
             await close_group(plan, group)
@@ -198,23 +201,7 @@ async def make_trajectory(plan: GroupPlan, sample: Sample) -> Member:
     """A generated and scored trajectory, or the sample as failed. Raises what stops the whole call: see
     classify_generate_error.
     """
-    call = ContinuingEngine(plan, Member(pending=sample))
-    return await score_member(plan, await generate_member(call))
-
-
-async def _advance_member(plan: GroupPlan, group: Group, index: int) -> None:
-    """Moves one member on until it is scored, or as far as a plan that is stopping allows."""
-    member = group.members[index]
-    if not member.segments:
-        call = ContinuingEngine(plan, member, partial(group.members.__setitem__, index))
-        group.calls.add(call)
-        try:
-            member = group.members[index] = await generate_member(call)
-        finally:
-            group.calls.discard(call)
-            plan.on_generated()
-    if member.segments and not member.scored:
-        group.members[index] = await score_member(plan, member)
+    return await score_member(plan, await generate_member(ContinuingEngine(plan, Member(pending=sample))))
 
 
 async def generate_member(call: ContinuingEngine) -> Member:
@@ -224,32 +211,31 @@ async def generate_member(call: ContinuingEngine) -> Member:
     A sample that comes back aborted goes on where it stopped, if it is one segment, or else from what was
     noted; or starts again if there is nothing, or its tokens are not fresh enough.
     """
-    plan, pending = call.plan, call.member.pending
+    plan, member = call.plan, call.member
     started, function = trio.current_time(), function_name(plan.generate)
     try:
         segments = ()
         with listing_answers() as answers, call.running():
             segments = await _generate_segments(call)
-        segments = segments or (call.member.partial or pending,)  # without: it was told to stop
+        segments = segments or (member.partial or member.pending,)  # without: it was told to stop
         if segments[-1].status is Status.FAILED:
             said = segments[-1].metadata.get("failure") or "the generate function returned it as failed"
             segments = (fail_sample(segments[-1], UserFunctionError(str(said)), "generate", function),)
     except RolloutsError as error:
-        segments = (fail_sample(pending, error, classify_generate_error(error), function),)
+        segments = (fail_sample(member.pending, error, classify_generate_error(error), function),)
         answers = []
     last, now = segments[-1], trio.current_time()
     if plan.spans is not None:  # one for each request that a fleet had answered, else one for all
         tokens = sum(segment.response_length for segment in segments)
-        whole = Answered(plan.engine.features.name, started, now - started, tokens)
-        for one in answers or [whole]:
+        for one in answers or [Answered(plan.engine.features.name, started, now - started, tokens)]:
             plan.spans.add(
                 "generate", one.engine, now - one.start, one.duration_s, id=last.id, tokens=one.tokens
             )
-    seconds = call.member.generate_s + now - started
-    aborted = last if last.status is Status.ABORTED else None
-    finished = () if last.status in (Status.ABORTED, Status.PENDING) else segments
-    failed = last.status is Status.FAILED
-    return call.member._replace(partial=aborted, segments=finished, scored=failed, generate_s=seconds)
+    member.generate_s += now - started
+    member.partial = last if last.status is Status.ABORTED else None
+    member.segments = () if last.status in (Status.ABORTED, Status.PENDING) else segments
+    member.scored = last.status is Status.FAILED
+    return member
 
 
 async def _generate_segments(call: ContinuingEngine) -> tuple[Sample, ...]:
@@ -288,24 +274,23 @@ async def score_member(plan: GroupPlan, member: Member) -> Member:
             reach("rollout.before_reward")
             result = await call_reward(plan.reward, last, timeout_s=plan.reward_timeout_s)
             reach("rollout.after_reward")
-            segments = reward_trajectory(member.segments, result)
+            member.segments = reward_trajectory(member.segments, result)
         except UserFunctionError as error:
-            segments = (_fail_scoring(last, error, plan.reward),)
-        seconds = trio.current_time() - started
+            member.segments = (_fail_scoring(last, error, plan.reward),)
+        member.reward_s = seconds = trio.current_time() - started
         if plan.spans is not None:
             plan.spans.add("reward", REWARDS, seconds, seconds, id=last.id)
-        return member._replace(segments=segments, scored=True, reward_s=seconds)
-    segments = member.segments
-    if plan.group_reward is None and (plan.needs_reward or last.reward is not None):
+    elif plan.group_reward is None and (plan.needs_reward or last.reward is not None):
         name = function_name(plan.generate)
         where = f"without reward and group_reward, generate function {name} on sample {last.id}"
         try:
             own: Any = last.reward  # None is refused
             result = check_reward(RewardResult(own, last.rewards), where)
-            segments = tuple(apply_reward(one, result) for one in segments)
+            member.segments = tuple(apply_reward(one, result) for one in member.segments)
         except UserFunctionError as error:
-            segments = (fail_sample(last, error, "generate", name),)
-    return member._replace(segments=segments, scored=True)
+            member.segments = (fail_sample(last, error, "generate", name),)
+    member.scored = True
+    return member
 
 
 # --- the group ----------------------------------------------------------------------------------------------
@@ -317,7 +302,17 @@ async def close_group(plan: GroupPlan, group: Group) -> None:
     """
     members, decision = group.members, _check_left(group.members)
     if decision.keep and plan.group_reward is not None:
-        members = await _score_together(plan, plan.group_reward, members)
+        scored = [member for member in members if not member.failed]
+        ends = [member.segments[-1] for member in scored]
+        try:
+            reach("rollout.before_reward")
+            results = await call_group_reward(plan.group_reward, ends, timeout_s=plan.reward_timeout_s)
+            reach("rollout.after_reward")
+            segments = [reward_trajectory(one.segments, of) for one, of in zip(scored, results, strict=True)]
+        except UserFunctionError as error:  # they have all failed
+            segments = [(_fail_scoring(end, error, plan.group_reward),) for end in ends]
+        turns = iter(segments)
+        members = [one if one.failed else replace(one, segments=next(turns)) for one in members]
         decision = _check_left(members)
     left = replace(group, members=members).sample_group
     for filter_ in plan.filters:
@@ -331,27 +326,6 @@ async def close_group(plan: GroupPlan, group: Group) -> None:
 def _check_left(members: Sequence[Member]) -> FilterDecision:
     """Whether enough of the members have not failed."""
     return check_enough(sum(not member.failed for member in members), len(members))
-
-
-async def _score_together(
-    plan: GroupPlan, group_reward: GroupRewardFn, members: Sequence[Member]
-) -> list[Member]:
-    """The members with one reward per trajectory, given to its last segment and shared by the others; all of
-    them failed if that fails.
-    """
-    left = [member for member in members if not member.failed]
-    ends = [member.segments[-1] for member in left]
-    try:
-        reach("rollout.before_reward")
-        results = await call_group_reward(group_reward, ends, timeout_s=plan.reward_timeout_s)
-        reach("rollout.after_reward")
-        scored = [
-            reward_trajectory(member.segments, result) for member, result in zip(left, results, strict=True)
-        ]
-    except UserFunctionError as error:
-        scored = [(_fail_scoring(end, error, group_reward),) for end in ends]
-    turns = iter(scored)
-    return [one if one.failed else one._replace(segments=next(turns)) for one in members]
 
 
 # --- failures -----------------------------------------------------------------------------------------------
@@ -377,18 +351,14 @@ def classify_generate_error(error: RolloutsError) -> str:
             return "data"
         case InfrastructureError():
             return INFRASTRUCTURE
-        case EngineClosed() | WeightVersionError() | EngineSetupError() | FleetDown():
-            raise error
-        case EngineError():
+        case EngineError() if type(error) is EngineError:  # what is below it is everybody's
             return "engine"
     raise error
 
 
 def classify_reward_error(error: UserFunctionError) -> str:
     """The class that a sample is counted under whose reward function did not answer."""
-    if isinstance(error, RewardTimeout):
-        return "reward_timeout"
-    return "reward_crashed" if isinstance(error, RewardCrashed) else "reward"
+    return f"reward_{error.kind}" if error.kind in ("timeout", "crashed") else "reward"
 
 
 def _fail_scoring(sample: Sample, error: UserFunctionError, function: Callable[..., object]) -> Sample:
@@ -403,10 +373,11 @@ def fail_sample(sample: Sample, error: RolloutsError, failure_class: str, functi
     crash, an answer that is no reward.
     """
     cause = error.__cause__ or (None if isinstance(error, UserFunctionError) else error)
-    trace = show_traceback(cause, cause.__traceback__) if cause else ""
-    text = str(cause) if isinstance(cause, RaisedInWorker) else trace
+    text = show_traceback(cause, cause.__traceback__) if cause else ""
+    if isinstance(cause, RaisedInWorker):
+        text = str(cause)
     failure = {"class": failure_class, "function": function, "message": str(error), "traceback": text}
-    metadata: dict[str, JSONValue] = {}
+    metadata = {}
     with suppress(UserFunctionError):  # a function has put there what no file can hold
         check_metadata(sample, function)
         metadata |= sample.metadata
@@ -421,14 +392,17 @@ def encode_group(group: Group) -> dict[str, JSONValue]:
     """A held group as JSON, exactly: every float32 is a float64. Pending samples are made of the prompt
     again, so they are left out.
     """
-    kept = [name for name in Member._fields if name != "pending"]
     return {
         "group_index": group.index,
         "prompt_id": group.prompt.prompt_id,
         "epoch": group.prompt.epoch,
         "finished": group.decision is not None,
         "members": [
-            {name: msgspec.to_builtins(getattr(member, name), enc_hook=np.ndarray.tolist) for name in kept}
+            {
+                name: msgspec.to_builtins(value, enc_hook=np.ndarray.tolist)
+                for name, value in vars(member).items()
+                if name != "pending"
+            }
             for member in group.members
         ],
     }
@@ -439,8 +413,8 @@ def decode_group(record: Mapping[str, JSONValue], prompt: PromptRow) -> Group:
     group = start_group(record["group_index"], prompt, len(record["members"]))
     group.decision = FilterDecision(keep=True) if record["finished"] else None
     for index, saved in enumerate(record["members"]):
-        partial = None if saved["partial"] is None else Sample(**saved["partial"])
+        partial = saved["partial"] and Sample(**saved["partial"])
         segments = tuple(Sample(**sample) for sample in saved["segments"])
         made = {**saved, "partial": partial, "segments": segments}
-        group.members[index] = group.members[index]._replace(**made)
+        group.members[index] = replace(group.members[index], **made)
     return group

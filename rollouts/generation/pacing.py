@@ -32,68 +32,21 @@ rule above excludes) can prevent it. The first few batches of a run are still sh
 longest answers are on the way.
 """
 
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
 
 
-@dataclass(slots=True, kw_only=True)
-class Pace:
-    """The deadlines of all open groups while one batch is made. is_full() takes O(n) steps, choose()
-    O(n log n).
+def can_deliver(finished: Collection[int], running: Iterable[int], *, num_prompts: int, version: int) -> bool:
+    """Whether P groups can be delivered at `version` (v) so that what stays open can be consumed in time.
+    `finished` and `running` are the deadlines of the open groups. Takes O(n log n) steps.
+
+    Those delivered are the P of the finished with the earliest deadlines. A running group counts against the
+    room of later batches only if its deadline is before the last of these: for any later d P are delivered.
     """
-
-    num_prompts: int  # P
-    max_staleness: int  # s
-    policy_version: int  # v
-    engine_version: int  # e, at most v
-    # an update of engines that are too far behind is under way, so that nothing is launched until it is done
-    waits_for_engines: bool
-    deadlines: dict[int, int] = field(default_factory=dict)  # of open groups, by group index
-    finished: dict[int, int] = field(default_factory=dict)  # the same, of those of them that have finished
-
-    @property
-    def room(self) -> int:
-        """How many more groups may be launched now; 0 or less: none.
-
-        The window W is at least P, even if the engines are too far behind for anything to train: that is then
-        found out, unless it is waited for.
-        """
-        batches = self.engine_version + self.max_staleness - self.policy_version + 1
-        return self.num_prompts * max(0 if self.waits_for_engines else 1, batches) - len(self.deadlines)
-
-    def open(self, group_index: int, *, oldest: int | None = None) -> None:
-        """Counts a group that runs; `oldest` is the oldest version of its tokens, None if there are none."""
-        assert group_index not in self.deadlines, f"group {group_index} is open already"
-        oldest = self.engine_version if oldest is None else oldest
-        self.deadlines[group_index] = oldest + self.max_staleness
-
-    def finish(self, group_index: int, *, oldest: int | None) -> None:
-        """An open group can be delivered."""
-        self.close(group_index)
-        self.open(group_index, oldest=oldest)
-        self.finished[group_index] = self.deadlines[group_index]
-
-    def close(self, group_index: int) -> None:
-        """A group has left: trained or dropped."""
-        del self.deadlines[group_index]
-        self.finished.pop(group_index, None)
-
-    def is_full(self) -> bool:
-        """Whether P groups can be delivered now so that what stays open can be consumed in time."""
-        if len(self.finished) < self.num_prompts:
-            return False
-        finished_by = Counter(self.finished.values())
-        open_ = finished = 0
-        for deadline, count in sorted(Counter(self.deadlines.values()).items()):
-            open_ += count
-            finished += finished_by[deadline]
-            needed = open_ - self.num_prompts * max(0, deadline - self.policy_version)
-            # more than P are needed only if the trainer has skipped versions
-            if finished < min(needed, self.num_prompts):
-                return False
-        return True
-
-    def choose(self) -> list[int]:
-        """The groups of the batch, by group index."""
-        by_deadline = sorted(sorted(self.finished), key=self.finished.__getitem__)
-        return sorted(by_deadline[: self.num_prompts])
+    if len(finished) < num_prompts:
+        return False
+    last = sorted(finished)[num_prompts - 1]
+    return all(
+        number <= num_prompts * max(0, deadline - version)
+        for number, deadline in enumerate(sorted(running), 1)
+        if deadline < last
+    )

@@ -9,25 +9,30 @@ Everything runs in the calling thread, one round after the other. What over-samp
 samples over, bounds staleness and keeps account of failures is AsyncRolloutManager.
 """
 
+# ruff: noqa: I001  (names that are exported again stand together)
+
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rollouts.data.chat import NO_PARAMS, TemplateParams
+from rollouts.data.chat import NO_PARAMS, ChatTokenizer, TemplateParams
 from rollouts.data.data_buffer import PromptRow
-from rollouts.errors import ConfigError, NotEnoughSamples, PlugInError, RolloutsError, UserFunctionError
-from rollouts.generation.generate import GenerationTokenizer, append_completion, make_prompt_tokenizer
+from rollouts.errors import NotEnoughSamples, PlugInError, RolloutsError, UserFunctionError, require
+from rollouts.generation.generate import (
+    append_completion as append_completion,
+    make_prompt_tokenizer,
+)
 from rollouts.generation.samples import (
     PromptSource,
-    SampleFields,
-    build_batch_metadata,
+    build_batch_metadata as build_batch_metadata,
     check_enough,
-    compute_response_lengths,
-    convert_to_batch,
-    extract_sample_fields,
-    make_samples,
+    compute_response_lengths as compute_response_lengths,
+    convert_to_batch as convert_to_batch,
+    extract_sample_fields as extract_sample_fields,
+    make_samples as make_samples,
 )
 from rollouts.protocols import RewardValue
 from rollouts.rewards.check import (
@@ -49,21 +54,6 @@ from rollouts.types import (
     SamplingParams,
     Status,
 )
-
-__all__ = [
-    "SampleFields",
-    "append_completion",
-    "apply_sample_transforms",
-    "build_batch_metadata",
-    "compute_response_lengths",
-    "convert_to_batch",
-    "extract_sample_fields",
-    "generate_rollout_batches",
-    "generate_samples",
-    "make_samples",
-    "make_sync_chat_generate",
-    "score_sample",
-]
 
 GenerateBatchFn = Callable[[list[Sample]], Sequence[Sample]]
 ScoreFn = Callable[[Sample], RewardValue]
@@ -105,25 +95,20 @@ def generate_rollout_batches(
     one (errors that this package raises inside generate_fn rise as they are). Whatever is raised, the prompts
     that the unfinished batch drew are back in front of the buffer, in order, and the iterator is over.
     """
-    for name, number in (
-        ("num_prompts", num_prompts),
-        ("samples_per_prompt", samples_per_prompt),
-        ("max_attempts", max_attempts),
-    ):
-        if number < 1:
-            raise ConfigError(f"{name}={number} must be at least 1")
-    for function in (generate_fn, reward_fn, filter_fn, *transforms):
+    functions, sizes = (generate_fn, reward_fn, filter_fn), (num_prompts, samples_per_prompt, max_attempts)
+    for name, size in zip(("num_prompts", "samples_per_prompt", "max_attempts"), sizes, strict=True):
+        require(size >= 1, f"{name}={size} must be at least 1")
+    for function in (*functions, *transforms):
         _check_is_plain(function)
 
-    run_round = partial(_run_round, generate_fn, reward_fn, filter_fn, transforms, samples_per_prompt)
+    fill_batch = partial(_fill_batch, data_buffer, *functions, transforms, *sizes)
 
     def batches() -> Iterator[RolloutBatch]:
         first = first_group_index
         while True:
-            drawn: list[PromptRow] = []
+            drawn = []
             try:
-                samples = _fill_batch(data_buffer, drawn, first, run_round, num_prompts, max_attempts)
-                batch = convert_to_batch(samples, temperature=temperature)
+                batch = convert_to_batch(fill_batch(first, drawn), temperature=temperature)
             except BaseException:  # an interrupted notebook cell too: nothing that was drawn is lost
                 data_buffer.return_prompts(drawn)
                 raise
@@ -133,50 +118,23 @@ def generate_rollout_batches(
     return batches()
 
 
-def _run_round(
+def _fill_batch(
+    data_buffer: PromptSource,
     generate_fn: GenerateBatchFn,
     reward_fn: ScoreFn | None,
     filter_fn: SyncFilter | None,
     transforms: Sequence[SampleTransform],
-    samples_per_prompt: int,
-    prompts: Sequence[PromptRow],
-    first: int,
-) -> Iterator[tuple[SampleGroup, FilterDecision]]:
-    """The group of each prompt, numbered from `first`, and whether it trains."""
-    pending = [
-        sample
-        for index, prompt in enumerate(prompts, first)
-        for sample in make_samples(index, prompt, samples_per_prompt)
-    ]
-    samples = _without_failed(generate_samples(generate_fn, pending))
-    if reward_fn is not None:
-        samples = [score_sample(reward_fn, sample) for sample in samples]
-    for sample in samples:
-        if sample.reward is None:
-            raise ConfigError(f"sample {sample.id} has no reward: pass reward_fn, or let generate_fn set it")
-    samples = _without_failed(apply_sample_transforms(samples, transforms))
-    for index, prompt in enumerate(prompts, first):
-        left = tuple(sample for sample in samples if sample.group_index == index)
-        group = SampleGroup(index, prompt.prompt_id, left)
-        decision = check_enough(len(left), samples_per_prompt)
-        if decision.keep and filter_fn is not None:
-            name = function_name(filter_fn)
-            where = f"filter {name} on group {index} (prompt {prompt.prompt_id})"
-            decision = check_decision(_call(filter_fn, group, where=where), name, where)
-        yield group, decision
-
-
-def _fill_batch(
-    data_buffer: PromptSource,
-    drawn: list[PromptRow],
-    first: int,
-    run_round: Callable[[Sequence[PromptRow], int], Iterable[tuple[SampleGroup, FilterDecision]]],
     num_prompts: int,
+    samples_per_prompt: int,
     max_attempts: int,
+    first: int,
+    drawn: list[PromptRow],
 ) -> list[Sample]:
-    """The samples of `num_prompts` groups that train; every prompt drawn for them is added to `drawn`."""
-    kept: list[SampleGroup] = []
-    dropped: Counter[str] = Counter()
+    """The samples of `num_prompts` groups that train, numbered from `first`; every prompt drawn for them is
+    added to `drawn`.
+    """
+    kept = []
+    dropped = Counter()
     while len(kept) < num_prompts:
         count = min(num_prompts - len(kept), num_prompts * max_attempts - len(drawn))
         if count == 0:
@@ -186,14 +144,31 @@ def _fill_batch(
                 f" ({reasons}), and max_attempts={max_attempts} allows no more; loosen the filter, use"
                 " easier or harder prompts, or raise max_attempts"
             )
-        prompts, index = data_buffer.get_prompts(count), first + len(drawn)
-        drawn += prompts
-        for group, decision in run_round(prompts, index):
+        prompts = [*enumerate(data_buffer.get_prompts(count), first + len(drawn))]
+        drawn += [prompt for _, prompt in prompts]
+        pending = (make_samples(index, prompt, samples_per_prompt) for index, prompt in prompts)
+        samples = generate_samples(generate_fn, [*itertools.chain(*pending)])
+        samples = [one for one in samples if one.status is not Status.FAILED]
+        if reward_fn is not None:
+            samples = [score_sample(reward_fn, sample) for sample in samples]
+        for one in samples:
+            said = f"sample {one.id} has no reward: pass reward_fn, or let generate_fn set it"
+            require(one.reward is not None, said)
+        samples = apply_sample_transforms(samples, transforms)
+        for index, prompt in prompts:
+            own = (one for one in samples if one.group_index == index)
+            left = tuple(one for one in own if one.status is not Status.FAILED)
+            decision = check_enough(len(left), samples_per_prompt)
+            if decision.keep and filter_fn is not None:
+                name = function_name(filter_fn)
+                where = f"filter {name} on group {index} (prompt {prompt.prompt_id})"
+                group = SampleGroup(index, prompt.prompt_id, left)
+                decision = check_decision(_call(filter_fn, group, where=where), name, where)
             if decision.keep:
-                kept.append(group)
+                kept.append(left)
             else:
                 dropped[decision.reason] += 1
-    return [sample for group in kept for sample in group.samples]
+    return [sample for group in kept for sample in group]
 
 
 # --- one step of a round ------------------------------------------------------------------------------------
@@ -263,7 +238,7 @@ def apply_sample_transforms(samples: Iterable[Sample], transforms: Sequence[Samp
 
 def make_sync_chat_generate(
     complete: CompleteFn,
-    tokenizer: GenerationTokenizer,
+    tokenizer: ChatTokenizer,
     sampling: SamplingParams,
     *,
     params: TemplateParams = NO_PARAMS,
@@ -301,15 +276,11 @@ def make_sync_chat_generate(
 # --- what users' functions answer ---------------------------------------------------------------------------
 
 
-def _without_failed(samples: Iterable[Sample]) -> list[Sample]:
-    return [sample for sample in samples if sample.status is not Status.FAILED]
-
-
 def _check_samples(answer: object, where: str) -> list[Sample]:
     """A user's answer as samples of different ids, each of them finished."""
     if not isinstance(answer, Sequence) or not all(isinstance(sample, Sample) for sample in answer):
         raise UserFunctionError(f"{where} returned {shorten(answer)}; it must return a list of Samples")
-    ids: set[str] = set()
+    ids = set()
     for sample in answer:
         if sample.id in ids:
             raise UserFunctionError(f"{where} returned sample {sample.id} twice; ids are unique")

@@ -3,7 +3,8 @@ batch. Loads neither trio nor torch.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -12,8 +13,6 @@ from rollouts.data.data_buffer import PromptRow
 from rollouts.types import (
     BoolArray,
     FilterDecision,
-    FloatArray,
-    FloatRows,
     IntArray,
     JSONValue,
     RolloutBatch,
@@ -62,55 +61,41 @@ def check_enough(left: int, size: int) -> FilterDecision:
 # --- samples as arrays --------------------------------------------------------------------------------------
 
 
-class SampleFields(NamedTuple):
-    """The columns of B samples; token-level ones are ragged, one array [T_i] per sample."""
-
-    tokens: tuple[IntArray, ...]
-    loss_masks: tuple[BoolArray, ...]
-    rewards: FloatArray | None  # [B]; None if no sample has one
-    rollout_log_probs: FloatRows  # nats; 0 where the mask is 0
-    weight_versions: tuple[IntArray, ...]  # -1 where the mask is 0
-    group_indices: IntArray | None  # [B]; None if no sample has one
-    turn_rewards: FloatRows | None  # None if no sample has one that is not 0
-    trajectory_tokens: FloatRows | None  # None if no trajectory has several segments
-
-
-def extract_sample_fields(samples: Sequence[Sample]) -> SampleFields:
-    """The columns of the samples, in their order. Raises ValueError naming the first sample without a reward
-    (or group) if others have one.
+def extract_sample_fields(samples: Sequence[Sample]) -> RolloutBatch:
+    """The columns of the samples, in their order: B rows, of which `rewards` and `group_indices` are None if
+    no sample has one, `turn_rewards` if all are 0, `trajectory_tokens` if no trajectory has several segments.
+    Raises ValueError naming the first sample without a reward (or group) if others have one.
     """
-    has_turns = any(sample.turn_rewards.any() for sample in samples)
-    return SampleFields(
-        tokens=tuple(sample.tokens for sample in samples),
-        loss_masks=tuple(sample.loss_mask for sample in samples),
-        rewards=_column(samples, "reward", np.float32),
-        rollout_log_probs=tuple(sample.rollout_log_probs for sample in samples),
-        weight_versions=tuple(sample.weight_versions for sample in samples),
-        group_indices=_column(samples, "group_index", np.int64),
-        turn_rewards=tuple(sample.turn_rewards for sample in samples) if has_turns else None,
-        trajectory_tokens=_count_trajectory_tokens(samples),
-    )
 
+    def rows(name: str) -> Any:
+        return tuple(getattr(sample, name) for sample in samples)
 
-def _count_trajectory_tokens(samples: Sequence[Sample]) -> FloatRows | None:
-    numbers = number_trajectories(samples)
+    def column(name: str, dtype: Any) -> Any:
+        values = rows(name)
+        if values.count(None) == len(values) > 0:
+            return None
+        if None in values:
+            raise ValueError(
+                f"sample {samples[values.index(None)].id} has no {name} and other samples of the batch do;"
+                " give all of them one, or leave it out"
+            )
+        return np.asarray(values, dtype)
+
+    numbers, trajectory_tokens, turn_rewards = number_trajectories(samples), None, rows("turn_rewards")
     counts = np.bincount(numbers, [sample.response_length for sample in samples])
-    if len(counts) == len(samples):
-        return None
-    rows = zip(samples, counts.clip(1)[numbers], strict=True)
-    return tuple(np.full(len(sample.tokens), count, np.float32) for sample, count in rows)
-
-
-def _column(samples: Sequence[Sample], name: str, dtype: Any) -> Any:
-    values = [getattr(sample, name) for sample in samples]
-    if values.count(None) == len(values) > 0:
-        return None
-    if None in values:
-        raise ValueError(
-            f"sample {samples[values.index(None)].id} has no {name} and other samples of the batch do; give"
-            " all of them one, or leave it out"
-        )
-    return np.asarray(values, dtype)
+    if len(counts) < len(samples):
+        sizes = zip(samples, counts.clip(1)[numbers], strict=True)
+        trajectory_tokens = tuple(np.full(len(one.tokens), count, np.float32) for one, count in sizes)
+    return RolloutBatch(
+        tokens=rows("tokens"),
+        loss_masks=rows("loss_mask"),
+        rewards=column("reward", np.float32),
+        rollout_log_probs=rows("rollout_log_probs"),
+        weight_versions=rows("weight_versions"),
+        group_indices=column("group_index", np.int64),
+        turn_rewards=turn_rewards if any(map(np.any, turn_rewards)) else None,
+        trajectory_tokens=trajectory_tokens,
+    )
 
 
 def compute_response_lengths(loss_masks: Sequence[BoolArray]) -> IntArray:
@@ -140,8 +125,8 @@ def convert_to_batch(samples: Iterable[Sample], *, temperature: float = 1.0) -> 
                 f"sample {sample.id} is {sample.status}; only what was generated and scored can train: leave"
                 " it out of the batch"
             )
-    return RolloutBatch(
-        **extract_sample_fields(rows)._asdict(),
+    return replace(
+        extract_sample_fields(rows),
         metadata=build_batch_metadata(rows),
         temperature=temperature or 1.0,
         samples=rows,

@@ -1,25 +1,31 @@
-"""What `inspect` prints: of one run everything at a glance, of several what differs."""
+"""What `inspect` prints: of one run everything at a glance, of several what differs; and curves."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, zip_longest
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rollouts.config.secrets import flatten
-from rollouts.inspect.chart import draw_chart
+from rollouts.config.spelling import nearest_names
+from rollouts.errors import ConfigError, RunDirError
 from rollouts.inspect.record import (
     ACCURACY,
     DROPPED,
     OUTCOMES,
     TROUBLE,
+    Curve,
     Record,
     count_of,
     find_checkpoints,
     load_facts,
     read_settings,
 )
-from rollouts.inspect.terminal import format_number, tabulate
+from rollouts.inspect.terminal import make_safe
 
 MEASURES = "low|high|margins|failed|perplexity|entropy|kl|self_bleu"
 CHARTS = """
@@ -124,13 +130,16 @@ def print_run(console: Console, record: Record, *, last: int) -> None:
     """
     load_facts(record)
     width = console.width
-    record.connection.execute(VIEW.format(width=width, last=last))
+    record.execute(VIEW.format(width=width, last=last))
     for row in record.rows(CHARTS):
         chart = draw_chart([record.read_curve(**row)], width=max(20, min(72, width - 14)), height=8)
         console.print(chart, end="\n\n")
     for sql in PARTS:
-        tables = make_tables(record, sql, lines=sql not in WITHOUT_LINES)
-        print_tables(console, tables, fit=sql in (COURSES, STEPS, EVALUATIONS))
+        print_tables(
+            console,
+            make_tables(record, sql, lines=sql not in WITHOUT_LINES),
+            fit=sql in (COURSES, STEPS, EVALUATIONS),
+        )
     for row in record.rows(TROUBLE):
         console.print(f"{row['total']:.0f} {row['what']}\n")
     console.print(f"{record.root}: {describe_state(record)}")
@@ -162,12 +171,40 @@ def make_tables(record: Record, sql: str, *, lines: bool = True) -> Iterator[Tab
         yield tabulate(title, cells, lines=lines)
 
 
+def make_table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, lines: bool = True
+) -> Table:
+    """A table. A heading that begins with ">" is aligned to the right, one with "|" is of a drawing."""
+    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=lines)
+    if not lines:
+        table.box, table.padding = None, (0, 2, 0, 0)
+    for name in headings:
+        style, justify = "cyan" * name.startswith("|"), "right" if name.startswith(">") else "left"
+        table.add_column(name.lstrip(">|"), justify=justify, style=style, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def tabulate(
+    title: str, rows: Sequence[Mapping[str, object]], *, lines: bool = True, absent: str = ""
+) -> Table:
+    """A table with a row for each mapping, and a column for each heading that has a text in some row."""
+    texts = [{name: str(of) for name, of in row.items() if of is not None} for row in rows]
+    known = dict.fromkeys(name for row in rows for name in row)
+    names = [name for name in known if any(row.get(name) for row in texts)]
+    return make_table(
+        title, names, ([row.get(name) or absent for name in names] for row in texts), lines=lines
+    )
+
+
 def describe_state(record: Record) -> str:
     """Whether the run is finished, how often it was started, and its newest checkpoint."""
-    found = (f"checkpoint {stage}/step_{step}" for stage, step in find_checkpoints(record.run_dir))
-    *_, newest = ("no checkpoint", *found)
-    state = "finished" if record.summary else "not finished"
-    return f"{state}, {count_of(record.attempts, 'attempt')}, {newest}"
+    found = [f"checkpoint {stage}/step_{step}" for stage, step in find_checkpoints(record.run_dir)]
+    return (
+        f"{'' if record.summary else 'not '}finished, {count_of(record.attempts, 'attempt')},"
+        f" {found[-1] if found else 'no checkpoint'}"
+    )
 
 
 # --- several runs -------------------------------------------------------------------------------------------
@@ -194,9 +231,11 @@ ACCURACIES = f"""
 
 def print_comparison(console: Console, records: Mapping[str, Record]) -> None:
     """Prints runs side by side: metrics at equal steps, settings that differ, and what each came to."""
-    stages = dict.fromkeys(stage["stage"] for record in records.values() for stage in record.stages)
+    stages = dict.fromkeys(
+        stage["stage"] for record in records.values() for stage in record.rows("FROM stages")
+    )
     settings = {run: read_settings(record.run_dir) | {"output.dir": ""} for run, record in records.items()}
-    outcomes: dict[str, dict[str, object]] = {}
+    outcomes = {}
     for run, record in records.items():
         load_facts(record)
         outcomes[run] = {"state": describe_state(record)}
@@ -217,19 +256,24 @@ def compare_metrics(records: Mapping[str, Record], stage: str) -> Table:
 
     They are means over the last tenth of the steps that all runs with this stage have reached.
     """
-    held = {run: row["last"] for run, of in records.items() for row in of.stages if row["stage"] == stage}
+    held = {
+        run: row["last"]
+        for run, of in records.items()
+        for row in of.rows("SELECT last FROM stages WHERE stage = ?", [stage])
+    }
     end = min(held.values())
     begin = end - max(1, end // 10) + 1
-    said: dict[str, dict[str, object]] = {}
-    first: dict[str, float] = {}
+    said = {}
+    first = {}
     for run in held:
         means = {row["name"]: row["mean"] for row in records[run].rows(MEANS, [stage, begin, end])}
-        said[run] = {name: format_number(mean) for name, mean in means.items()}
-        for name in said[run].keys() & first.keys():
-            said[run][name] = f"{said[run][name]} ({format_number(means[name] - first[name], 3, sign='+')})"
+        said[run] = {
+            name: f"{format_number(mean)}"
+            f"{f' ({format_number(mean - first[name], 3, signed=True)})' if name in first else ''}"
+            for name, mean in means.items()
+        }
         first = first or means
-    span = f"step {end}" if begin == end else f"mean of steps {begin} to {end}"
-    return compare(f"{stage}, {span}", said)
+    return compare(f"{stage}, {f'step {end}' if begin == end else f'mean of steps {begin} to {end}'}", said)
 
 
 def compare(title: str, runs: Mapping[str, Mapping[str, object]], *, differ: bool = False) -> Table:
@@ -239,5 +283,133 @@ def compare(title: str, runs: Mapping[str, Mapping[str, object]], *, differ: boo
     labels = list(dict.fromkeys(label for said in runs.values() for label in said))
     if differ:
         labels = [label for label in labels if len({said.get(label) for said in runs.values()}) > 1]
-    rows = [{"": label} | {f">{run}": said.get(label) for run, said in runs.items()} for label in labels]
-    return tabulate(title, rows, absent="—")
+    return tabulate(
+        title,
+        [{"": label} | {f">{run}": said.get(label) for run, said in runs.items()} for label in labels],
+        absent="—",
+    )
+
+
+# --- curves: in braille dots for a terminal, and as a PNG ---------------------------------------------------
+
+
+DOT_BITS = np.frombuffer(b"\x01\x08\x02\x10\x04\x20\x40\x80", np.uint8).reshape(4, 2)  # Unicode braille
+COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")  # of the runs, in turn
+SHOWN_NAMES = 8  # of metrics that an error lists
+# metrics and evaluations of a stage, or of all, those of stages that have steps first
+NAMES = """
+    SELECT stage, name FROM totals LEFT JOIN stages USING (stage)
+    WHERE name GLOB ? AND stage = ifnull(?, stage)
+    ORDER BY stages.rowid, name"""
+
+
+def collect_panels(
+    records: dict[str, Record],
+    patterns: Sequence[str],
+    *,
+    stage: str | None = None,
+    smooth: int = 1,
+    log: bool = False,
+) -> list[list[Curve]]:
+    """A panel for each stage and metric that matches a pattern: its curve of each run that has it, as
+    read_curve makes it.
+
+    Raises ConfigError for a pattern that no metric of the stage matches.
+    """
+    panels = {}
+    for pattern in patterns:
+        found = [
+            (run, *row.values()) for run, of in records.items() for row in of.rows(NAMES, [pattern, stage])
+        ]
+        if not found:
+            rows = [row for record in records.values() for row in record.rows(NAMES, ["*", None])]
+            stages, names = (list(dict.fromkeys(row[part] for row in rows)) for part in ("stage", "name"))
+            near = (nearest_names(pattern, names, count=SHOWN_NAMES) or names)[:SHOWN_NAMES]
+            raise ConfigError(
+                f"{pattern}: no metric that was logged is called so{f' in stage {stage}' if stage else ''};"
+                f" near are {', '.join(near) or 'none'}; the stages are {', '.join(stages) or 'none yet'}"
+            )
+        for run, of, name in found:
+            curve = records[run].read_curve(of, name, run, smooth=smooth, log=log)
+            panels.setdefault((of, name), {})[run] = curve
+    return [list(curves.values()) for curves in panels.values()]
+
+
+def draw_chart(panel: Sequence[Curve], *, width: int, height: int = 10, log: bool = False) -> Text:
+    """The curves over each other in braille, with highest and lowest value and the range of steps."""
+    title = f"{panel[0].stage} {panel[0].name}{' (logarithmic)' if log else ''}"
+    steps, values = (np.concatenate([curve[field] for curve in panel]) for field in (2, 3))
+    if not len(values):
+        return Text(f"{title}: no value is above 0, so that none has a logarithm")
+    low, high, first, last = values.min(), values.max(), steps.min(), steps.max()
+    scale = np.log if log else np.asarray
+    cells, owners = np.zeros((2, height, width), np.int64)
+    for number, curve in enumerate(panel):
+        if not len(curve.values):
+            continue
+        columns = np.rint((curve.steps - first) * (2 * width - 1) / max(1, last - first)).astype(np.int64)
+        held, places = np.unique(columns, return_inverse=True)
+        means = np.bincount(places, curve.values) / np.bincount(places)
+        # straight from mean to mean, by more points than there are dots: a line has no gaps
+        fine = np.linspace(held[0], held[-1], 16 * width * height)
+        heights = np.interp(fine, held, scale(means)) - scale(low)
+        shares = heights / (scale(high) - scale(low)) if high > low else heights + 0.5
+        down, right = np.rint([(1 - shares) * (4 * height - 1), fine]).astype(int)
+        np.bitwise_or.at(cells, (down // 4, right // 2), DOT_BITS[down % 4, right % 2])
+        owners[down // 4, right // 2] = number
+    labels = [format_number(high), *[""] * (height - 2), format_number(low)]
+    margin = max(map(len, labels))
+    colours = [COLOURS[number % len(COLOURS)] for number in range(len(panel))]
+    text = Text(f"{'':>{margin}}  {title}\n")
+    for label, row, owner in zip(labels, cells.tolist(), owners.tolist(), strict=True):
+        text.append(f"{label:>{margin}} ┤")
+        for cell, number in zip(row, owner, strict=True):
+            text.append(chr(0x2800 + cell), colours[number])
+        text.append("\n")
+    text.append(f"{'':>{margin}}  {first}{f'step {last}':>{width - len(str(first))}}")
+    for curve, colour in zip(panel if len(panel) > 1 else (), colours, strict=False):
+        text.append(f"\n  ━ {curve.run}", colour)
+    return text
+
+
+def format_number(value: float, digits: int = 4, *, signed: bool = False) -> str:
+    """A number with so many significant digits: 12.35, 0.0012, 12346 where the whole part is longer."""
+    sign = "+" if signed else "-"
+    return f"{value:{sign}.0f}" if 10**digits <= abs(value) < 10**7 else f"{value:{sign}.{digits}g}"
+
+
+def save_png(panels: Sequence[Sequence[Curve]], path: Path, *, log: bool = False) -> None:
+    """Writes the panels as a PNG, a column for each stage.
+
+    Raises RunDirError if matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RunDirError(
+            "a picture needs matplotlib; install it: pip install 'rollouts-rl[plot]'"
+        ) from error
+    stages = {}
+    for panel in panels:
+        stages.setdefault(panel[0].stage, []).append(f"{panel[0].stage}: {panel[0].name}")
+    grid: Any = [list(row) for row in zip_longest(*stages.values(), fillvalue=".")]
+    figure = Figure(figsize=(max(7.5, 5.5 * len(stages)), 2.2 * len(grid) + 0.6), layout="constrained")
+    places = figure.subplot_mosaic(grid)
+    for panel in panels:
+        title = f"{panel[0].stage}: {panel[0].name}"
+        axes = places[title]
+        axes.set_title(make_safe(title), fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+        for curve in panel:
+            marker = "." if len(curve.steps) < 30 else None
+            axes.plot(curve.steps, curve.values, linewidth=1.4, marker=marker, label=make_safe(curve.run))
+        axes.set_yscale("log" if log else "linear")
+        if len(panel) > 1:
+            axes.legend(fontsize=8)
+    try:
+        with rc_context({"agg.path.chunksize": 10_000}):  # of long lines
+            figure.savefig(path, dpi=110, format="png")
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be written: {error}; name another file with --png FILE") from error

@@ -13,7 +13,6 @@ import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +22,7 @@ import numpy as np
 from rollouts.config.secrets import flatten_settings, remove_secrets
 from rollouts.errors import RunDirError
 from rollouts.metrics.jsonl import Row, parse_row, read_backwards
-from rollouts.run_dir import (
-    RunDir,
-    check_links,
-    checkpoint_manifest,
-    list_parts,
-    open_run_dir,
-    parse_step,
-)
+from rollouts.run_dir import RunDir, check_links, checkpoint_manifest, list_parts, open_run_dir, parse_step
 
 HEAD = "schema BIGINT, stage VARCHAR, step BIGINT, policy_version BIGINT, attempt BIGINT, time_unix DOUBLE, "
 FIELDS = {
@@ -45,12 +37,11 @@ FIELDS = {
     " reward DOUBLE, shard VARCHAR, offset BIGINT, length BIGINT",
     "spans": "name VARCHAR, track VARCHAR, id VARCHAR, start_unix DOUBLE, duration_s DOUBLE, tokens BIGINT",
 }
-# of the rows of each kind; metrics and evaluations also have a column for each metric
+# of the rows of each kind of file; metrics and evaluations also have a column for each metric
 COLUMNS = {
     kind: dict(field.split() for field in (HEAD + fields).split(", ") if field)
     for kind, fields in FIELDS.items()
 }
-KINDS = tuple(FIELDS)
 IS_ROW = "(stage IS NOT NULL AND step IS NOT NULL AND attempt IS NOT NULL)"
 # one row a line of up to 64 MiB; a damaged line is a row of NULL
 JSON_OPTIONS = "format = 'newline_delimited', ignore_errors = true, maximum_object_size = 67108864"
@@ -111,17 +102,14 @@ class Record:
     def __init__(self, run_dir: RunDir, connection: duckdb.DuckDBPyConnection) -> None:
         self.run_dir = run_dir
         self.root = run_dir.root
-        self.connection = connection
-        self.notes: list[str] = []  # for a person: lines that were left out
-        self.stages: list[
-            Row
-        ] = []  # name, rows, first and last step of those that have steps, by load_points
+        self.connection, self.execute = connection, connection.execute
+        self.notes = []  # for a person: lines that were left out
 
     def iterate_rows(self, sql: str, parameters: object = None) -> Iterator[Row]:
         """The rows of a statement without absent values, JSON decoded. No other statement may run until it
         has ended.
         """
-        result = self.connection.execute(sql, parameters)
+        result = self.execute(sql, parameters)
         names = [(column[0], str(column[1]) == "JSON") for column in result.description or ()]
         while batch := result.fetchmany(1000):
             for row in batch:
@@ -137,19 +125,20 @@ class Record:
 
     def add_views(self, kind: str) -> None:
         """Makes the views of a kind."""
-        columns, files = COLUMNS[kind], self.list_files(kind)
+        columns = COLUMNS[kind]
         if kind in ("metrics", "evaluations"):
             # DuckDB does not tell names apart by case: the first of equal ones stays
-            found = self.connection.execute(
-                "SELECT min(name) FROM (SELECT unnest(names) AS name FROM (SELECT DISTINCT json_keys(json)"
-                f" AS names FROM read_ndjson_objects([{files}], {JSON_OPTIONS})"
+            found = self.rows(
+                "SELECT min(name) AS name FROM (SELECT unnest(names) AS name FROM (SELECT DISTINCT"
+                " json_keys(json) AS names FROM"
+                f" read_ndjson_objects([{self.list_files(kind)}], {JSON_OPTIONS})"
                 " WHERE json_type(json) = 'OBJECT')) WHERE name != '' GROUP BY lower(name) ORDER BY 1"
-            ).fetchall()
-            columns = columns | {name: "DOUBLE" for (name,) in found if name.lower() not in columns}
+            )
+            columns = columns | {row["name"]: "DOUBLE" for row in found if row["name"].lower() not in columns}
         schema = ", ".join(f"{quote_name(name)}: '{form}'" for name, form in columns.items())
-        self.connection.execute(
+        self.execute(
             f"CREATE OR REPLACE VIEW {kind}_lines AS"
-            f" FROM read_json([{files}], {JSON_OPTIONS}, columns = {{{schema}}});"
+            f" FROM read_json([{self.list_files(kind)}], {JSON_OPTIONS}, columns = {{{schema}}});"
             f"CREATE OR REPLACE VIEW {kind}_all AS FROM {kind}_lines WHERE {IS_ROW};"
             f"CREATE OR REPLACE VIEW {kind} AS FROM {kind}_all WHERE {is_newest(kind, f'{kind}_all')}"
         )
@@ -160,11 +149,9 @@ class Record:
         """
         self.add_views(kind)
         held = f"{kind}_held"
-        self.connection.execute(
-            f"CREATE OR REPLACE TABLE {held} AS SELECT {select} FROM {kind}_lines", list(parameters)
-        )
+        self.execute(f"CREATE OR REPLACE TABLE {held} AS SELECT {select} FROM {kind}_lines", parameters)
         self.note_damage(kind, held)
-        self.connection.execute(f"DELETE FROM {held} WHERE NOT {IS_ROW} OR NOT {is_newest(kind, held)}")
+        self.execute(f"DELETE FROM {held} WHERE NOT {IS_ROW} OR NOT {is_newest(kind, held)}")
 
     def note_damage(self, kind: str, table: str) -> None:
         """Notes how many lines of a table are no rows, and a torn last line apart."""
@@ -172,16 +159,17 @@ class Record:
         last = next(read_backwards(parts[-1])) if parts else b"\n"
         if torn := not last.endswith(b"\n") and parse_row(last) is None:
             self.notes.append(f"{kind}.jsonl: the torn last line ({len(last)} bytes) is left out")
-        (damaged,) = self.connection.execute(f"SELECT count(*) FROM {table} WHERE NOT {IS_ROW}").fetchall()[0]
-        if damaged := damaged - torn:
+        (found,) = self.rows(f"SELECT count(*) AS damaged FROM {table} WHERE NOT {IS_ROW}")
+        if damaged := found["damaged"] - torn:
             self.notes.append(f"{kind}.jsonl: {count_of(damaged, 'damaged line')} left out")
 
-    def load_samples(self, more: str = "", parameters: Sequence[object] = ()) -> None:
+    def load_samples(self, more: str, parameters: Sequence[object] = ()) -> None:
         """Makes samples_held of SAMPLE_FACTS and `more` columns, with one row for each trajectory: its last,
         which has the tokens of all segments, and their oldest and newest version.
         """
+        self.add_views("contributions")
         self.load("samples", SAMPLE_FACTS + more, parameters)
-        self.connection.execute(WHOLE)
+        self.execute(WHOLE)
 
     def read_samples(self, places: Sequence[int], select: str = "* EXCLUDE (place, nth)") -> list[Row]:
         """What is selected of the rows at these places, in their order, with what samples_held knows of the
@@ -207,23 +195,16 @@ class Record:
         files = find_parts(self.run_dir, kind) or ["/dev/null"]
         return ", ".join("'" + str(file).replace("'", "''") + "'" for file in files)
 
-    def load_points(self) -> None:
-        """Loads metrics and evaluations, and makes the tables of POINTS."""
-        for kind in ("metrics", "evaluations"):
-            self.load(kind)
-        self.connection.execute(POINTS)
-        self.stages = self.rows("FROM stages")
-
     def read_curve(
         self, stage: str, name: str, run: str = "", *, smooth: int = 1, log: bool = False
     ) -> Curve:
         """A metric of `totals` by step: its finite values, each the mean of `smooth` up to it; with `log`
         only values above 0.
         """
-        table = "evaluations" if name.startswith("eval/") else "metrics"
-        found = self.connection.execute(
+        found = self.execute(
             f"SELECT step, avg(value) OVER (ORDER BY step, place ROWS {smooth - 1} PRECEDING) AS value"
-            f" FROM (SELECT step, rowid AS place, {quote_name(name)} AS value FROM {table}_held"
+            f" FROM (SELECT step, rowid AS place, {quote_name(name)} AS value"
+            f" FROM {'evaluations' if name.startswith('eval/') else 'metrics'}_held"
             f" WHERE stage = ?) WHERE isfinite(value) AND value > {'0' if log else '-1e999'}"
             " ORDER BY step, place",
             [stage],
@@ -238,12 +219,12 @@ class Record:
             " SELECT attempt FROM evaluations_held)"
         )[0]["found"]
 
-    @cached_property
+    @property
     def summary(self) -> dict[str, Any]:
         """The summary of a finished run, empty if there is none. Raises RunDirError if it is damaged."""
         path = self.run_dir.summary
         try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
+            return dict(json.loads(path.read_text("utf-8")))
         except FileNotFoundError:
             return {}
         except (ValueError, TypeError) as error:
@@ -262,11 +243,12 @@ def open_record(root: Path, *, points: bool = False) -> Iterator[Record]:
     check_links(run_dir)
     with duckdb.connect(":memory:") as connection:
         record = Record(run_dir, connection)
-        paths = ", ".join(map(record.list_files, KINDS))
-        connection.execute(f"{SETTINGS}{CLOSING.format(paths)};{SHOWING}")
+        record.execute(f"{SETTINGS}{CLOSING.format(', '.join(map(record.list_files, COLUMNS)))};{SHOWING}")
         try:
             if points:
-                record.load_points()
+                for kind in ("metrics", "evaluations"):
+                    record.load(kind)
+                record.execute(POINTS)
             yield record
         except duckdb.Error as error:
             raise RunDirError(f"{root}: {str(error).splitlines()[0]}") from error
@@ -300,13 +282,12 @@ def find_checkpoints(run_dir: RunDir) -> list[tuple[str, int]]:
 
 def find_parts(run_dir: RunDir, kind: str) -> list[Path]:
     """The files of a kind that are not empty, absolute, in the order in which they were written."""
-    parts = list_parts(run_dir.root.absolute() / f"{kind}.jsonl")
-    return [part for part in parts if part.stat().st_size]
+    return [part for part in list_parts(run_dir.root.absolute() / f"{kind}.jsonl") if part.stat().st_size]
 
 
 def is_newest(kind: str, table: str) -> str:
     """The SQL condition that a row of a table is of the newest attempt at its step."""
-    key = "stage, step, name" if kind == "evaluations" else "stage, step"
+    key = f"stage, step{', name' if kind == 'evaluations' else ''}"
     return f"({key}, attempt) IN (SELECT {key}, max(attempt) FROM {table} GROUP BY ALL)"
 
 
@@ -408,7 +389,7 @@ TROUBLE = """
 def load_facts(record: Record, more: str = "") -> None:
     """Loads samples_held, with `more` columns, and makes the tables, macros and views of this page."""
     record.load_samples(more)
-    record.connection.execute(f"{DESCRIBING};{MESSAGES}")
+    record.execute(f"{DESCRIBING};{MESSAGES}")
 
 
 def count_of(number: int, thing: str) -> str:
@@ -422,7 +403,7 @@ def read_settings(run_dir: RunDir) -> dict[str, str]:
     Raises RunDirError for what is no TOML.
     """
     try:
-        table = tomllib.loads(run_dir.config.read_text(encoding="utf-8"))
+        table = tomllib.loads(run_dir.config.read_text("utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:

@@ -149,15 +149,6 @@ SCREEN = """
     WHERE line IS NOT NULL ORDER BY part, place"""
 
 
-def open_tables(root: Path) -> duckdb.DuckDBPyConnection:
-    """A database in memory that has no rows yet, and the steps that the config asks of each stage."""
-    settings = read_settings(open_run_dir(root))
-    connection = duckdb.connect(":memory:")
-    connection.execute(";".join([OPENING, *map(TABLE.format, HELD_ROWS), STEPS]))
-    connection.execute(ASKED, [list(settings), list(settings.values())])
-    return connection
-
-
 def find_start(path: Path) -> Place:
     """The place START_BYTES before the end of a file, over its parts."""
     room = START_BYTES
@@ -168,47 +159,45 @@ def find_start(path: Path) -> Place:
     return Place()
 
 
-def take_rows(connection: duckdb.DuckDBPyConnection, root: Path, places: dict[str, Place]) -> bool:
-    """Whether lines were ended since, whose rows are in the tables now, and the places behind them."""
-    found = False
-    for kind, held in HELD_ROWS.items():
-        if lines := list(read_lines(root / f"{kind}.jsonl", places[kind])):
-            found, places[kind] = True, lines[-1][1]
-            texts = [line.decode(errors="replace") for line, _ in lines]
-            connection.execute(TAKE.format(kind, held), [texts])
-            connection.execute(NUMBERS)
-    return found
-
-
 async def follow(root: Path, console: Console, every_s: float, once: bool) -> None:
     """Follows a run on a terminal, or where there is none with one line for each step.
 
     Ends after a look that began when the run was not at work, so that no row is missed. Raises RunDirError
     for a directory that is no run.
     """
-    connection, shown = open_tables(root), ""
+    settings = read_settings(open_run_dir(root))
+    connection, shown = duckdb.connect(":memory:"), ""
+    connection.execute(";".join([OPENING, *map(TABLE.format, HELD_ROWS), STEPS]))
+    connection.execute(ASKED, [list(settings), list(settings.values())])
     places = {kind: find_start(root / f"{kind}.jsonl") for kind in HELD_ROWS}
     lively = console.is_terminal and not once
     with connection, Live(console=console, auto_refresh=False) if lively else nullcontext() as live:
         while True:
             activity = find_activity(RunDir(root))
-            state = f"{root}: {describe_activity(activity)}"
-            if take_rows(connection, root, places) or state != shown:
-                shown, whole = state, lively or once or not activity.may_go_on
+            state, over = f"{root}: {describe_activity(activity)}", once or not activity.may_go_on
+            found = False
+            for kind, held in HELD_ROWS.items():
+                if lines := list(read_lines(root / f"{kind}.jsonl", places[kind])):
+                    found, places[kind] = True, lines[-1][1]
+                    texts = [line.decode(errors="replace") for line, _ in lines]
+                    connection.execute(TAKE.format(kind, held), [texts])
+                    connection.execute(NUMBERS)
+            if found or state != shown:
+                shown = state
                 values = {
                     "state": state,
                     "width": console.width,
                     "now": time.time(),
                     "goes_on": activity.may_go_on,
                 }
-                found = connection.execute(SCREEN, values) if whole else connection.execute(LINES)
-                lines = [make_safe(line, one_line=True) for (line,) in found.fetchall()]
+                said = connection.execute(SCREEN, values) if lively or over else connection.execute(LINES)
+                lines = [make_safe(line, one_line=True) for (line,) in said.fetchall()]
                 connection.execute(PRINTED)
                 text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
                 if live is not None:
                     live.update(text, refresh=True)
                 elif lines:
                     console.print(text, soft_wrap=False)
-            if once or not activity.may_go_on:
+            if over:
                 return
             await trio.sleep(every_s)

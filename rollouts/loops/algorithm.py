@@ -20,7 +20,7 @@ from rollouts.schedules import interpolate_linear
 from rollouts.types import ForwardBackwardResult, LossSpec, RolloutBatch, metric_values
 
 
-@dataclass(slots=True)
+@dataclass
 class LoopState:
     """What the RL loop keeps in a checkpoint. It changes once a step, when the updates are done."""
 
@@ -68,9 +68,8 @@ def needs_reference(config: RLTrainingConfig) -> bool:
     """Whether a step may need the reference's log-probs: for a KL term, to measure the KL that a controller
     follows, for a loss of pairs, or as a teacher's.
     """
-    teacher = config.distillation and config.distillation.teacher
     return (
-        teacher == "reference"
+        (config.distillation and config.distillation.teacher) == "reference"
         or config.kl_control != "fixed"
         or any(
             settings.kl_coef > 0 or (config.pairs and settings.loss not in REFERENCE_FREE)
@@ -129,8 +128,7 @@ def update_loop_state(
 ) -> None:
     """Moves the coefficient by the KL that the step's batch had; nothing moves if it was not measured."""
     kl = measured.get("kl/ref_per_sample", math.nan)  # nats per sample
-    num_samples = int(find_trajectories(batch).max()) + 1
-    state.kl_coef = control(algorithm.settings.kl_coef, kl, num_samples)
+    state.kl_coef = control(algorithm.settings.kl_coef, kl, int(find_trajectories(batch).max()) + 1)
 
 
 def decode_loop_state(saved: Mapping[str, object]) -> LoopState:

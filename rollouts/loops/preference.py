@@ -5,8 +5,6 @@ data ──(reference, once)──► samples with reference sums
   └──► batch ──► policy's sums ──► loss and slopes ──► forward_backward, optim_step
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -33,7 +31,6 @@ from rollouts.types import metric_values
 if TYPE_CHECKING:
     from rollouts.losses.row_losses import LinearisedRows
 
-Sums = NDArray[np.float64]  # [B] nats, log-probs of responses
 KTO = "kto"
 HIGHEST_EXPONENT = 709.0  # exp of more overflows float64
 
@@ -92,7 +89,16 @@ async def evaluate_preferences(
     if not held_out:
         return {}
     sums, found = await linearise_samples(backend, held_out, config, loss, reference)
-    values = {"loss": found.loss, **metric_values(found.metrics), **_compute_perplexities(held_out, sums)}
+    values = {"loss": found.loss, **metric_values(found.metrics)}
+    totals = {"chosen": np.zeros(2), "rejected": np.zeros(2)}  # −Σ log-prob and tokens, by kind of response
+    for sample, of_rows in zip(held_out, sums.reshape(len(held_out), -1).tolist(), strict=True):
+        pair = sample.desirable is None
+        kinds = ("chosen", "rejected") if pair else ("chosen" if sample.desirable else "rejected",)
+        for kind, row, value in zip(kinds, sample.rows, of_rows, strict=False):
+            totals[kind] += -value, row.loss_mask.sum()
+    for kind, (total, count) in totals.items():
+        if count and total / count < HIGHEST_EXPONENT:  # a NaN is not below either
+            values[f"perplexity/{kind}"] = math.exp(total / count)
     called = {"rewards/accuracies": "accuracy"}
     return {
         f"eval/{name}/{called.get(key, key)}": value for key, value in values.items() if math.isfinite(value)
@@ -108,9 +114,9 @@ async def linearise_samples(
     config: PreferenceTrainingConfig,
     loss: AsyncRowLoss,
     reference: LogProbScorer | None,
-) -> tuple[Sums, LinearisedRows]:
-    """(the policy's sums of all rows that config scores, the loss of these samples with a slope for every row
-    that trains).
+) -> "tuple[NDArray[np.float64], LinearisedRows]":
+    """(the policy's sums [B] of all rows that config scores, in nats; the loss of these samples with a slope
+    for every row that trains).
 
     Of pairs both rows train, of labelled samples the first. Raises ConfigError without the reference that
     config asks for.
@@ -166,21 +172,3 @@ async def score_samples(
         for place, values in zip(chunk, sums.tolist(), strict=True):
             found[place] = found[place]._replace(ref_log_probs=tuple(values))
     return found
-
-
-# --- measures -----------------------------------------------------------------------------------------------
-
-
-def _compute_perplexities(samples: Sequence[PreferenceSample], sums: Sums) -> dict[str, float]:
-    """exp(−Σ log-prob / Σ tokens) of the rows of each kind, from `sums`, which begin with the rows of the
-    first sample; a kind without rows, or with a token of probability 0, is absent.
-    """
-    totals = {"chosen": np.zeros(2), "rejected": np.zeros(2)}
-    for sample, values in zip(samples, sums.reshape(len(samples), -1).tolist(), strict=True):
-        pair = sample.desirable is None
-        kinds = ("chosen", "rejected") if pair else ("chosen" if sample.desirable else "rejected",)
-        for kind, row, value in zip(kinds, sample.rows, values, strict=False):
-            totals[kind] += -value, row.loss_mask.sum()
-    means = {kind: total / count for kind, (total, count) in totals.items() if count}
-    # a NaN is not below either
-    return {f"perplexity/{kind}": math.exp(mean) for kind, mean in means.items() if mean < HIGHEST_EXPONENT}

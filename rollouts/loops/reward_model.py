@@ -55,7 +55,7 @@ async def run_reward_model_training(
 
 
 async def evaluate_reward_model(
-    backend: TrainingBackend, held_out: Sequence[PreferenceSample], *, measure: Measure, name: str = "pairs"
+    backend: TrainingBackend, held_out: Sequence[PreferenceSample], *, measure: Measure, name: str
 ) -> dict[str, float]:
     """`eval/{name}/…` of held-out samples under the backend's weights: what `measure` finds; empty without a
     sample. Raises ModelError if a score is not finite.

@@ -22,8 +22,6 @@ a critic and advantage "gae".
 batch ──► critic: V of every trained token ──► gae: advantages, returns ──► critic's updates, policy's updates
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -68,8 +66,8 @@ from rollouts.loops.updates import (
     work_metrics,
 )
 from rollouts.loops.weight_push import BatchSource, WeightPush
-from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import PhaseTimer
+from rollouts.metrics.token_shards import UpdateRecord
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, SyncWeights, TrainingBackend
 from rollouts.types import LossSpec, Max, RolloutBatch, Total, metric_values
@@ -80,7 +78,7 @@ if TYPE_CHECKING:
 
 async def run_rl_training(
     backend: TrainingBackend,
-    data_buffer: DataBuffer,
+    data_buffer: "DataBuffer",
     rollout_manager: BatchSource,
     inference_engines: Sequence[InferenceEngine],
     config: RLTrainingConfig,
@@ -106,8 +104,7 @@ async def run_rl_training(
     check_complete(config, critic=critic, state=state, completed_steps=completed_steps)
     functions, control = find_advantages(config, advantages or {}), make_kl_control(config)
     state, hooks = state or LoopState(config.kl_coef), hooks or StepHooks()
-    sync = partial(sync_weights, backend, inference_engines)
-    history: list[dict[str, float]] = []
+    sync, history = partial(sync_weights, backend, inference_engines), []
     async with (
         surround_steps(hooks, config, backend, critic, completed=completed_steps) as steps,
         rollout_manager.generating(),
@@ -123,7 +120,8 @@ async def run_rl_training(
             batch, measured = add_advantages(batch, algorithm.settings, functions)
             with timer.phase("train"):
                 updates = plan_updates(batch, algorithm.loss, config, seed=seed, step=step)
-                critic_results = await train_critic(critic, updates)
+                critic_updates = [(part, VALUE_LOSS) for part, _ in updates]
+                critic_results = await train(critic, critic_updates) if critic else []
                 updates, results = await train_policy(backend, updates, batch, config, pairs, version=step)
             async with steps.completing(step, before_evaluating=push.wait):
                 update_loop_state(state, algorithm, control, batch, measured)
@@ -206,7 +204,7 @@ async def train_policy(
     limit = config.kl_limit
     if not (config.kl_stop or limit):
         return updates, await train(backend, updates, version=version)
-    results: list[UpdateResult] = []
+    results = []
     before = (batch.old_log_probs or await backend.forward(batch)) if limit else ()
     for update in updates:
         undone = False
@@ -300,20 +298,12 @@ def throughput(
     }
 
 
-# --- the critic ---------------------------------------------------------------------------------------------
+# --- the critic, which learns from the same parts of the batch as the policy and in the same order ----------
 
 
-VALUE_CLIP = 0.2  # updates of a step that move a value further gain nothing by it, in the reward's unit
+# a mean over the trained tokens of an update's rows. Updates of a step that move a value further than `clip`,
+# in the reward's unit, gain nothing by it
+VALUE_LOSS = LossSpec("value", {"clip": 0.2})
 # of metrics that only a critic has; the others get the prefix "critic/". value/explained_variance is of the
 # values before each part's update
 OWN_NAMES = ("value/", "return/", "loss/value")
-
-
-async def train_critic(critic: TrainingBackend | None, updates: Sequence[Update]) -> list[UpdateResult]:
-    """The results of the critic's optimizer steps, on the same parts of the batch as the policy's and in the
-    same order; empty without a critic.
-    """
-    if critic is None:
-        return []
-    loss = LossSpec("value", {"clip": VALUE_CLIP})  # a mean over the trained tokens of an update's rows
-    return await train(critic, [(batch, loss) for batch, _ in updates])

@@ -51,7 +51,7 @@ def ask_groups(samples: Sequence[Sample], ask: Callable[[SampleGroup], Any], set
     """What `ask` makes of each group. Raises UserFunctionError, with the setting and the group, for what it
     raises, and for a trajectory of several segments, which is no single answer to a prompt.
     """
-    answers: list[Any] = []
+    answers = []
     for index, members in groupby(samples, lambda sample: sample.group_index):
         group = SampleGroup(index or 0, "", tuple(members))
         try:
@@ -77,7 +77,7 @@ async def score_told(
     Raises UserFunctionError where that is not a prompt, text or messages, or None for each sample of a group,
     or is longer, with the response, than `limit` tokens; and as ask_groups.
     """
-    told: dict[str, Any] = {}
+    told = {}
 
     def tell(group: SampleGroup) -> None:
         for sample, prompt in zip(group.samples, context(group.samples), strict=True):
@@ -111,8 +111,7 @@ def compute_lags(batch: RolloutBatch, policy_version: int) -> FloatArray:
     assert batch.weight_versions is not None
     rows = zip(batch.weight_versions, batch.loss_masks, strict=True)
     return np.asarray(
-        [policy_version - versions[mask].min() if mask.any() else 0 for versions, mask in rows],
-        np.float32,
+        [policy_version - versions[mask].min() if mask.any() else 0 for versions, mask in rows], np.float32
     )
 
 
@@ -215,7 +214,7 @@ def leave_out_cut(batch: RolloutBatch, *, truncated: bool) -> RolloutBatch:
     tokens or sequences.
     """
     numbers = find_trajectories(batch).tolist()
-    trains: dict[int, bool] = {}  # by trajectory, as its last segment says
+    trains = {}  # by trajectory, as its last segment says
     for number, end in zip(numbers, batch.samples, strict=True):
         record = end.metadata.get(TRAJECTORY, {})
         trains[number] = record.get("trains", True) and not (truncated and end.status is Status.TRUNCATED)
@@ -265,13 +264,7 @@ def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> Adva
         log_probs = reference = [np.zeros(len(mask)) for mask in masks]
     assert reference is not None
     token_rewards = compute_token_rewards(
-        rewards,
-        log_probs,
-        reference,
-        masks,
-        beta,
-        trajectories=trajectories,
-        turn_rewards=batch.turn_rewards,
+        rewards, log_probs, reference, masks, beta, trajectories=trajectories, turn_rewards=batch.turn_rewards
     )
     rewards, _ = subtract_kl(rewards, log_probs, reference, masks, beta, trajectories=trajectories)
     parts = batch.samples[0].rewards if batch.samples else ()
@@ -319,7 +312,7 @@ def measure_kl(batch: RolloutBatch, trajectories: IntArray) -> dict[str, float]:
 
 def make_loss_spec(config: RLTrainingConfig) -> LossSpec:
     """The loss that `config` names, with its numbers. `loss_params` come last and win."""
-    params: dict[str, float | int | bool | str] = {}
+    params = {}
     if config.loss in CLIPPED_BY_SETTINGS:
         params = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     if config.kl_coef > 0 and config.kl_in == "loss":
@@ -329,7 +322,7 @@ def make_loss_spec(config: RLTrainingConfig) -> LossSpec:
         groups = rollout.num_prompts + rollout.replay
         budget = rollout.max_trajectory_tokens if rollout.has_turns else rollout.max_new_tokens
         constant = float(groups * rollout.samples_per_prompt * budget)
-    return LossSpec(config.loss, params | config.loss_params, unit=config.normalise_by, constant=constant)
+    return LossSpec(config.loss, params | config.loss_params, config.normalise_by, constant)
 
 
 # --- updates ------------------------------------------------------------------------------------------------
@@ -354,7 +347,7 @@ def plan_updates(
         return [(batch, loss)] * config.updates_per_batch
     assert batch.group_indices is not None
     groups = np.unique(batch.group_indices)
-    updates: list[Update] = []
+    updates = []
     for epoch in range(config.updates_per_batch):
         order = np.random.default_rng([MINIBATCH_STREAM, seed, step, epoch]).permutation(groups)
         for part in np.array_split(order, min(config.minibatches, len(groups))):
@@ -366,7 +359,7 @@ def plan_updates(
 
 def select_rows(batch: RolloutBatch, rows: IntArray) -> RolloutBatch:
     """The batch of those rows, in that order."""
-    chosen: dict[str, object] = {}
+    chosen = {}
     for field in fields(batch):
         value = getattr(batch, field.name)
         if isinstance(value, np.ndarray):

@@ -16,12 +16,9 @@ A loss of sums of log-probs has one slope per row, at every token of it. So rows
 on any rank, and the gradient is that of the loss of the whole batch; what it costs is the forward pass.
 """
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -63,12 +60,12 @@ class PreparedStep(NamedTuple):
 
     batch: RolloutBatch
     loss: LossSpec
-    found: LinearisedRows | None = None  # the true loss of the rows, where `loss` is its linear surrogate
+    found: "LinearisedRows | None" = None  # the true loss of the rows, where `loss` is its linear surrogate
 
 
-def prepare_linear_step(rows: RolloutBatch, found: LinearisedRows) -> PreparedStep:
+def prepare_linear_step(rows: RolloutBatch, found: "LinearisedRows") -> PreparedStep:
     """A step whose gradient is that of the true loss, `found` of these rows."""
-    batch = dataclasses.replace(rows, advantages=spread_scores(found.advantages, rows))
+    batch = replace(rows, advantages=spread_scores(found.advantages, rows))
     return PreparedStep(batch, LossSpec("linear", unit="constant", constant=found.total), found)
 
 
@@ -79,7 +76,7 @@ async def train_prepared(backend: TrainingBackend, step: PreparedStep) -> Update
     [(forward, optim)] = await train(backend, [step[:2]])
     if step.found is not None and forward.loss is not None:
         metrics = {**forward.metrics, **step.found.metrics}
-        forward = dataclasses.replace(forward, loss=step.found.loss, metrics=metrics)
+        forward = replace(forward, loss=step.found.loss, metrics=metrics)
     return forward, optim
 
 
@@ -90,12 +87,12 @@ async def run_batch_steps(
     stage: str,
     config: StageConfig,
     completed_steps: int,
-    hooks: StepHooks | None,
+    hooks: "StepHooks | None",
 ) -> list[dict[str, float]]:
     """The metrics of every step that ran, `completed_steps` + 1 to config.steps: one update on one batch
     each, as train_prepared makes it. `prepare` is called with the step, counted from 1.
     """
-    history: list[dict[str, float]] = []
+    history = []
     async with surround_steps(hooks or StepHooks(), config, backend, completed=completed_steps) as steps:
         for step in range(completed_steps + 1, config.steps + 1):
             timer = PhaseTimer()
@@ -149,7 +146,7 @@ class StepHooks:
     evaluate: Callable[[int], Awaitable[object]] = do_nothing  # not called after the last step
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Steps:
     """Made by surround_steps."""
 
@@ -157,17 +154,14 @@ class Steps:
     config: StageConfig
     backends: tuple[TrainingBackend, ...]
     completed: int
-    _saved: int = 0  # the newest step whose save was begun
-    _state: EncodeState = dict  # as of the last complete step, and how many updates there were then
-    _updates: float = 0.0
 
     def __post_init__(self) -> None:
-        self._saved = self.completed
+        self._saved = self.completed  # the newest step whose save was begun
         self._note(self.completed)
 
     @asynccontextmanager
     async def completing(
-        self, step: int, *, before_evaluating: Callable[[], Awaitable[None]] | None = None
+        self, step: int, *, before_evaluating: Callable[[], Awaitable[object]] = do_nothing
     ) -> AsyncIterator[None]:
         """After the block `step` is complete, and saved and evaluated where that is due. It is saved first,
         so that a slow evaluation cannot lose a step; a stop cuts the evaluation.
@@ -181,8 +175,7 @@ class Steps:
         await trio.lowlevel.checkpoint()  # where a requested stop ends the loop
         eval_every = self.config.eval_every
         if step != self.config.steps and eval_every > 0 and step % eval_every == 0:
-            if before_evaluating is not None:
-                await before_evaluating()
+            await before_evaluating()
             await self.hooks.evaluate(step)
 
     async def save_completed(self) -> None:
@@ -204,6 +197,7 @@ class Steps:
         await self.hooks.save(self.completed, self._state)
 
     def _note(self, completed: int) -> None:
+        """The state as of the last complete step, and how many updates there were then."""
         self.completed = completed
         self._state = self.hooks.hold_state()
         self._updates = self._count_updates()
@@ -221,7 +215,7 @@ async def surround_steps(
     """
     if not config.steps:
         raise ConfigError("steps=0: nobody has counted the epochs; give the loop a config with steps")
-    trained = tuple(backend for backend in backends if backend is not None)
+    trained = tuple(filter(None, backends))
     steps = Steps(hooks, config, trained, completed)
     with hooks.stop.completing():
         try:

@@ -98,7 +98,7 @@ def exit_now() -> NoReturn:
     os._exit(0)
 
 
-async def end_overdue(stop: Stop, *, end_process: Callable[[], None] = exit_now) -> None:
+async def end_overdue(stop: Stop) -> None:
     """Ends the process when a stop takes longer than GRACE_S, because something cannot be cancelled."""
     await stop.wait_requested()
     await trio.sleep(GRACE_S)
@@ -106,7 +106,7 @@ async def end_overdue(stop: Stop, *, end_process: Callable[[], None] = exit_now)
     if stop.tell_others is not None:
         with trio.move_on_after(TELL_S):
             await stop.tell_others()
-    end_process()
+    exit_now()
 
 
 async def end_unconnected(stop: Stop, scope: trio.CancelScope) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import trio
 
 from rollouts.errors import EarlierStepFailed, StepInterrupted
-from rollouts.metrics.contributions import UpdateRecord
+from rollouts.metrics.token_shards import UpdateRecord
 from rollouts.protocols import TrainingBackend
 from rollouts.types import (
     BoolArray,
@@ -36,7 +36,7 @@ async def train(
     results are returned all the same.
     """
     submitted = [(backend.forward_backward(batch, loss), backend.optim_step()) for batch, loss in updates]
-    results: list[UpdateResult] = []
+    results = []
 
     async def collect() -> None:
         for forward, optim in submitted[len(results) :]:
@@ -74,13 +74,13 @@ def record_updates(
     """A record of each update that was made, with the same `fields`; with kl_stop these are the first of
     `batches`. Logs why an update changed nothing, as the metrics only count it.
     """
-    records: list[UpdateRecord] = []
+    records = []
     for number, (batch, (forward, optim)) in enumerate(zip(batches, results, strict=False)):
         if optim.skipped is not None:
             logging.getLogger("rollouts").warning(
                 "%s: update %d changed nothing: %s", where, number, optim.skipped
             )
-        records.append(UpdateRecord(update=number, batch=batch, forward=forward, optim=optim, **fields))
+        records.append(UpdateRecord(number, batch, forward, optim, **fields))
     return records
 
 

@@ -29,7 +29,7 @@ class BatchSource(Protocol):
     def failed_samples(self) -> Sequence[Sample]: ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class WeightPush:
     """Updates of the engines. They go on beside training where generation does; otherwise send() waits for
     their end.
@@ -62,8 +62,25 @@ class WeightPush:
                 return
             released, ended = trio.Event(), trio.Event()
             self._ended = ended
-            self.nursery.start_soon(self._push, step, released, ended)
-            await (released if self.rollout_manager.overlaps and not last else ended).wait()
+            overlaps = self.rollout_manager.overlaps
+
+            async def push() -> None:
+                try:
+                    metrics = await self.sync(step, **({"released": released} if overlaps else {}))
+                    # not in one line: |= reads its left side before it waits, and take_metrics may come in
+                    # between
+                    self._metrics |= metrics
+                    self.rollout_manager.engines_updated(step)
+                except Exception as error:
+                    self._failure = error
+                    self._guarded.cancel()
+                finally:
+                    self._ended = None
+                    released.set()
+                    ended.set()
+
+            self.nursery.start_soon(push)
+            await (released if overlaps and not last else ended).wait()
 
     async def wait(self) -> None:
         """Returns when no update is in flight. Raises what the last one failed with."""
@@ -86,21 +103,6 @@ class WeightPush:
         """Metrics of the updates that have ended since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
-
-    async def _push(self, version: int, released: trio.Event, ended: trio.Event) -> None:
-        try:
-            options = {"released": released} if self.rollout_manager.overlaps else {}
-            metrics = await self.sync(version, **options)
-            # not in one line: |= reads its left side before it waits, and take_metrics may come in between
-            self._metrics |= metrics
-            self.rollout_manager.engines_updated(version)
-        except Exception as error:
-            self._failure = error
-            self._guarded.cancel()
-        finally:
-            self._ended = None
-            released.set()
-            ended.set()
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None

@@ -9,10 +9,16 @@ import torch
 
 from rollouts.errors import ConfigError, RolloutsError, check_keywords
 from rollouts.losses.corrections import CORRECTIONS
-from rollouts.losses.inputs import LossFn, LossInputs, LossOutput, find_function
+from rollouts.losses.inputs import (
+    LossFn,
+    LossInputs,
+    LossOutput,
+    clear_masked,
+    find_function,
+    sum_tokens,
+)
 from rollouts.losses.kl import KL_ESTIMATORS
 from rollouts.losses.rl_losses import POLICY_LOSSES
-from rollouts.losses.token_losses import linear_loss, sft_loss
 from rollouts.losses.value_loss import critic_loss
 from rollouts.types import LossUnit
 
@@ -28,6 +34,25 @@ __all__ = [
     "try_loss",
     "wants_entropy_gradient",
 ]
+
+
+def sft_loss(inputs: LossInputs, *, unit: LossUnit = "tokens") -> LossOutput:
+    """Negative log-likelihood of the trained tokens, in nats. Perplexity is exp of the metric `loss/nll`."""
+    inputs = clear_masked(inputs)
+    losses = -inputs.log_probs
+    means = {"loss/nll": losses} | ({} if inputs.entropy is None else {"entropy/mean": inputs.entropy})
+    return sum_tokens(losses, inputs, unit, means)
+
+
+def linear_loss(inputs: LossInputs, *, unit: LossUnit = "tokens") -> LossOutput:
+    """−A·lp, without metrics: its derivative by each log-prob (of a scalar head: value) is −A.
+
+    For losses over whole batches: compute dL/dlp from all of forward()'s log-probs, and train with
+    A = −dL/dlp and LossSpec("linear", unit="constant", constant=1.0). Raises ConfigError without advantages.
+    """
+    inputs = clear_masked(inputs)
+    return sum_tokens(-inputs.need("advantages") * inputs.log_probs, inputs, unit, {})
+
 
 LOSSES: dict[str, LossFn] = {"sft": sft_loss, **POLICY_LOSSES, "value": critic_loss, "linear": linear_loss}
 

@@ -8,13 +8,13 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rollouts.errors import ConfigError, PlugInError
+from rollouts.errors import ConfigError, PlugInError, require
 from rollouts.types import EffectiveShare, Max, Mean, Metric, Min, record
 
 
@@ -34,6 +34,7 @@ class LossInputs:
     old_values: Tensor | None = None  # the critic's own, before the first update on the batch
     # how many tokens train in the row's trajectory, of which the row is one segment; None: every row is one
     trajectory_tokens: Tensor | None = None
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # what else the batch has, by its own names
     note_weights: Callable[[Tensor], None] | None = None  # gets the weights [B, T] of a correction
 
     def need(self, name: str) -> Tensor:
@@ -63,12 +64,6 @@ class LossOutput(NamedTuple):
 
 LossFn = Callable[..., LossOutput]
 """Called as `loss(inputs, unit=spec.unit, **spec.params)`."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises ConfigError with the message unless the condition holds."""
-    if not condition:
-        raise ConfigError(message)
 
 
 def find_function(
@@ -160,18 +155,20 @@ def clear_masked(inputs: LossInputs) -> LossInputs:
     Must run before any arithmetic: a NaN times a mask of 0 is NaN, and so is its gradient. Raises ValueError
     if a field is not of the mask's shape.
     """
-    cleared: dict[str, Tensor] = {}
-    for name in (field.name for field in fields(inputs)):
-        values = getattr(inputs, name)
-        if isinstance(values, Tensor) and name != "mask":
-            if values.shape != inputs.mask.shape:
-                raise ValueError(
-                    f"LossInputs.{name} has shape {tuple(values.shape)}; it must be that of the mask,"
-                    f" {tuple(inputs.mask.shape)}"
-                )
-            kept = values if name in ("log_probs", "entropy") else values.detach()
-            cleared[name] = torch.where(inputs.mask, kept, 0.0)
-    return replace(inputs, **cleared)
+
+    def clear(name: str, values: Tensor) -> Tensor:
+        if values.shape != inputs.mask.shape:
+            raise ValueError(
+                f"LossInputs.{name} has shape {tuple(values.shape)}; it must be that of the mask,"
+                f" {tuple(inputs.mask.shape)}"
+            )
+        kept = values if name in ("log_probs", "entropy") else values.detach()
+        return torch.where(inputs.mask, kept, 0.0)
+
+    named = {one.name: getattr(inputs, one.name) for one in fields(inputs) if one.name != "mask"}
+    cleared = {name: clear(name, values) for name, values in named.items() if isinstance(values, Tensor)}
+    extras = {name: clear(f"extras[{name!r}]", values) for name, values in inputs.extras.items()}
+    return replace(inputs, extras=extras, **cleared)
 
 
 # --- ratios and sums ----------------------------------------------------------------------------------------
@@ -204,10 +201,11 @@ def compute_row_sum(log_ratios: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, log_ratios, 0.0).sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def compute_sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """[B, 1] geometric mean of a row's token ratios; 1 for a row without trained tokens. GSPO, 2507.18071."""
-    mean = compute_row_mean(log_probs - old_log_probs, mask)
-    return torch.exp(mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+def compute_sequence_ratio(log_ratios: Tensor, mask: Tensor) -> Tensor:
+    """[B, 1] geometric mean of a row's token ratios, of their logs [B, T]; 1 for a row without trained
+    tokens. GSPO, 2507.18071.
+    """
+    return torch.exp(compute_row_mean(log_ratios, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def reduce_loss(
@@ -260,7 +258,7 @@ def collect_token_metrics(values: Mapping[str, Tensor], mask: Tensor) -> dict[st
         return {}
     columns = torch.stack([column.detach().flatten()[kept].double() for column in values.values()])
     statistics = columns.sum(-1), columns.square().sum(-1), columns.amax(-1), columns.amin(-1)
-    metrics: dict[str, Metric] = {}
+    metrics = {}
     for name, (total, squares, top, low) in zip(values, torch.stack(statistics, -1).tolist(), strict=True):
         special = {"max": Max(top), "min": Min(low), "ess": EffectiveShare(total, squares, count)}
         metrics[name] = special.get(name.rpartition("/")[2], Mean(total, count))

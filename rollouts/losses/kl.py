@@ -21,13 +21,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rollouts.errors import require
 from rollouts.losses.inputs import (
     check_numbers,
     compute_log_ratio,
     compute_token_ratio,
     find_function,
     reduce_loss,
-    require,
 )
 
 KlEstimator = Callable[[Tensor, Tensor], Tensor]
@@ -68,11 +68,7 @@ def make_weighted_kl(estimator: KlEstimator, weigh: WeighFn) -> KlEstimator:
     trusts a confident reference more.
     """
 
-    def estimate(policy_log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        weights = weigh(policy_log_probs.detach(), ref_log_probs.detach()).detach()
-        return weights * estimator(policy_log_probs, ref_log_probs)
-
-    return estimate
+    return lambda policy, ref: weigh(policy.detach(), ref.detach()).detach() * estimator(policy, ref)
 
 
 def compute_kl_penalty(

@@ -43,8 +43,7 @@ def linear_logprobs(
     dH/dlogit_v = −p_v·(log p_v + H). Positions whose incoming gradients are zero cost nothing backward. Empty
     input gives empty output. Raises: never; targets must lie in [0, V).
     """
-    found = _LinearLogProbs.apply(hidden, weight, targets, temperature, entropy_gradient)
-    return LinearLogProbs(*found)
+    return LinearLogProbs(*_LinearLogProbs.apply(hidden, weight, targets, temperature, entropy_gradient))
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -128,4 +127,4 @@ def _multiply(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def _split(count: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+    return [slice(start, start + size) for start in range(0, count, size)]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rollouts.errors import ConfigError, check_keywords
+from rollouts.errors import ConfigError, check_keywords, require
 from rollouts.losses.inputs import (
     LossInputs,
     LossOutput,
@@ -38,7 +38,6 @@ from rollouts.losses.inputs import (
     clear_masked,
     collect_token_metrics,
     find_function,
-    require,
     sum_rows,
 )
 
@@ -62,7 +61,8 @@ PreferenceLoss = Callable[..., LossOutput]
 
 WithMetrics = tuple[Tensor, dict[str, Tensor]]
 Formula = Callable[..., Tensor | WithMetrics]
-"""Its arguments are what it takes of a pair, all [P] with gradient, and then its numbers:
+"""Its arguments are what it takes of a pair, all [P] with gradient, and its numbers: beta, and those with a
+default.
     good, bad              Δ_c and Δ_r of a loss with a reference, else π_c and π_r
     good_mean, bad_mean    the same divided by the response's tokens
     margin, mean_margin    the difference of the two
@@ -79,7 +79,7 @@ def _smooth(logits: Tensor, share: float) -> Tensor:
     return -(1 - share) * logsigmoid(logits) - share * logsigmoid(-logits)
 
 
-def _compute_exo(margin: Tensor, *, beta: float = 0.1, label_smoothing: float = 1e-3) -> Tensor:
+def _compute_exo(margin: Tensor, beta: float, label_smoothing: float = 1e-3) -> Tensor:
     logits = beta * margin
     right = torch.sigmoid(logits) * (logsigmoid(logits) - math.log1p(-label_smoothing))
     return right + torch.sigmoid(-logits) * (logsigmoid(-logits) - math.log(label_smoothing))
@@ -89,8 +89,7 @@ def _compute_rpo(
     margin: Tensor,
     chosen: Tensor,
     chosen_lengths: Tensor,
-    *,
-    beta: float = 0.1,
+    beta: float,
     label_smoothing: float = 0.0,
     nll_weight: float = 1.0,
 ) -> WithMetrics:
@@ -98,10 +97,9 @@ def _compute_rpo(
     return _smooth(beta * margin, label_smoothing) - nll_weight * mean, {"loss/nll": -mean}
 
 
-def _compute_orpo(good_mean: Tensor, bad_mean: Tensor, *, beta: float = 0.1) -> WithMetrics:
+def _compute_orpo(good_mean: Tensor, bad_mean: Tensor, beta: float) -> WithMetrics:
     log_odds = compute_log_odds(good_mean) - compute_log_odds(bad_mean)
-    losses = -good_mean - beta * logsigmoid(log_odds)
-    return losses, {"loss/nll": -good_mean, "log_odds/mean": log_odds}
+    return -good_mean - beta * logsigmoid(log_odds), {"loss/nll": -good_mean, "log_odds/mean": log_odds}
 
 
 def compute_log_odds(log_probs: Tensor) -> Tensor:
@@ -113,41 +111,41 @@ def compute_log_odds(log_probs: Tensor) -> Tensor:
 TABLE: dict[str, Formula] = {
     # −(1 − ε)·log σ(βΔ) − ε·log σ(−βΔ), ε = label_smoothing, the share of labels believed wrong; ε > 0 is
     # conservative DPO. 2305.18290; Mitchell 2023 (cDPO)
-    "dpo": lambda margin, *, beta=0.1, label_smoothing=0.0: _smooth(beta * margin, label_smoothing),
+    "dpo": lambda margin, beta, label_smoothing=0.0: _smooth(beta * margin, label_smoothing),
     # DPO's loss plus nll_weight times −π_c/|y_c|, which holds up the chosen one; `loss/nll` is the second
     # part. Iterative RPO, 2404.19733; TRL's rpo_alpha is nll_weight
     "rpo": _compute_rpo,
     # (−(1 − ε)·log σ(βΔ) + ε·log σ(−βΔ)) / (1 − 2ε): unbiased for DPO's loss when a share ε of the labels is
     # flipped; may be negative. 2403.00409
-    "robust_dpo": lambda margin, *, beta=0.1, label_smoothing=0.1: (
+    "robust_dpo": lambda margin, beta, label_smoothing=0.1: (
         (label_smoothing * logsigmoid(-beta * margin) - (1 - label_smoothing) * logsigmoid(beta * margin))
         / (1 - 2 * label_smoothing)
     ),
     # (Δ − 1/(2β))², of log-prob sums; β is the paper's τ. 2310.12036, eq. 17
-    "ipo": lambda margin, *, beta=0.1: (margin - 0.5 / beta).square(),
+    "ipo": lambda margin, beta: (margin - 0.5 / beta).square(),
     # (Δ_c/|y_c| − Δ_r/|y_r| − 1/(2β))²: IPO on means over tokens, which does not grow with length; what TRL
     # calls `ipo`. The rewards in the metrics are of the sums, as in DPO
-    "averaged_ipo": lambda mean_margin, *, beta=0.1: (mean_margin - 0.5 / beta).square(),
+    "averaged_ipo": lambda mean_margin, beta: (mean_margin - 0.5 / beta).square(),
     # max(0, 1 − βΔ): no gradient beyond a margin of 1. SLiC-HF, 2305.10425; 2309.06657
-    "hinge": lambda margin, *, beta=0.1: torch.relu(1 - beta * margin),
+    "hinge": lambda margin, beta: torch.relu(1 - beta * margin),
     # −log σ(β(Δ_c/|y_c| − Δ_r/|y_r|)). The means are small numbers: betas of 2 to 10 are usual. The rewards
     # in the metrics are of the sums, as in DPO. Tülu 3, 2411.15124
-    "length_normalised_dpo": lambda mean_margin, *, beta=0.1: -logsigmoid(beta * mean_margin),
+    "length_normalised_dpo": lambda mean_margin, beta: -logsigmoid(beta * mean_margin),
     # KL(q || p), q = (σ(βΔ), σ(−βΔ)), p = (1 − ε, ε): reverse KL to the labels where DPO has the forward one;
     # infinite for ε = 0. 2402.00856
     "exo": _compute_exo,
     # −log σ(βΔ_c) − ½·log σ(−βΔ_c) − ½·log σ(−βΔ_r): holds up the chosen log-prob itself. 2402.05369
-    "nca": lambda good, bad, *, beta=0.1: (
+    "nca": lambda good, bad, beta: (
         -logsigmoid(beta * good) - 0.5 * (logsigmoid(-beta * good) + logsigmoid(-beta * bad))
     ),
     # (Δ_c − 1/(2β))² + (Δ_r + 1/(2β))²: self-play with a certain winner. 2405.00675
-    "sppo_hard": lambda good, bad, *, beta=0.1: (good - 0.5 / beta).square() + (bad + 0.5 / beta).square(),
+    "sppo_hard": lambda good, bad, beta: (good - 0.5 / beta).square() + (bad + 0.5 / beta).square(),
     # (1 − σ(βΔ_c)) + σ(βΔ_r): for chosen responses better than the policy's. 2408.06266, eq. 7
-    "apo_zero": lambda good, bad, *, beta=0.1: torch.sigmoid(-beta * good) + torch.sigmoid(beta * bad),
+    "apo_zero": lambda good, bad, beta: torch.sigmoid(-beta * good) + torch.sigmoid(beta * bad),
     # σ(βΔ_c) + (1 − σ(βΔ)): for chosen responses worse than the policy's. 2408.06266, eq. 8
-    "apo_down": lambda good, margin, *, beta=0.1: torch.sigmoid(beta * good) + torch.sigmoid(-beta * margin),
+    "apo_down": lambda good, margin, beta: torch.sigmoid(beta * good) + torch.sigmoid(-beta * margin),
     # −log σ(β·π_c/|y_c| − β·π_r/|y_r| − γ); γ is the margin to win by. 2405.14734
-    "simpo": lambda mean_margin, *, beta=2.0, gamma=1.0: -logsigmoid(beta * mean_margin - gamma),
+    "simpo": lambda mean_margin, beta, gamma=1.0: -logsigmoid(beta * mean_margin - gamma),
     # RPO's loss without a reference, of β(π_c − π_r). 2401.08417
     "cpo": _compute_rpo,
     # −p_c − β·log σ(log odds(p_c) − log odds(p_r)), p = π/|y| the mean log-prob, odds = e^p/(1 − e^p):
@@ -159,31 +157,34 @@ TABLE: dict[str, Formula] = {
 
 WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")
 OF_MEANS = ("simpo", "orpo")  # whose metrics are of means over tokens
+BETAS = {"simpo": 2.0}  # the default of all others is 0.1
 
 
 def _make_loss(name: str, formula: Formula) -> PreferenceLoss:
     """The loss of a formula: a function of the fields of PairLogProbs that it needs, and its numbers."""
     taken = inspect.signature(formula).parameters
-    numbers = [parameter for parameter in taken.values() if parameter.kind is parameter.KEYWORD_ONLY]
-    lengths = [
-        f"{side}_lengths"
-        for side, mean in (("chosen", "good_mean"), ("rejected", "bad_mean"))
-        if {mean, "mean_margin", f"{side}_lengths"} & taken.keys()
-    ]
-    fields = [*PairLogProbs._fields[: 2 if name in WITHOUT_REFERENCE else 4], *lengths]
-    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([*(inspect.Parameter(field, positional) for field in fields), *numbers])
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    beta = inspect.Parameter("beta", kind, default=BETAS.get(name, 0.1))
+    numbers = [beta, *(parameter for parameter in taken.values() if parameter.default is not beta.empty)]
+    compares = name not in WITHOUT_REFERENCE
+    fields = [field for field in PairLogProbs._fields if compares or "ref" not in field]
+    signature = inspect.Signature([*(inspect.Parameter(field, kind) for field in fields), *numbers])
 
     def loss(*values: Tensor, **params: Any) -> LossOutput:
         given = bind_numbers(name, signature, *values, **params)
         check_one_per_pair(name, **{field: given[field] for field in fields})
         chosen, rejected = good, bad = given["chosen"], given["rejected"]
-        if name not in WITHOUT_REFERENCE:
+        if compares:
             good, bad = good - given["ref_chosen"].detach(), bad - given["ref_rejected"].detach()
-        good_mean = good / given.get("chosen_lengths", 1.0)
-        bad_mean = bad / given.get("rejected_lengths", 1.0)
-        given |= {"good": good, "bad": bad, "margin": good - bad}
-        given |= {"good_mean": good_mean, "bad_mean": bad_mean, "mean_margin": good_mean - bad_mean}
+        good_mean, bad_mean = good / given["chosen_lengths"], bad / given["rejected_lengths"]
+        given |= {
+            "good": good,
+            "bad": bad,
+            "margin": good - bad,
+            "good_mean": good_mean,
+            "bad_mean": bad_mean,
+            "mean_margin": good_mean - bad_mean,
+        }
         found = formula(**{argument: given[argument] for argument in taken})
         losses, more = (found, {}) if isinstance(found, Tensor) else found
         if name in OF_MEANS:

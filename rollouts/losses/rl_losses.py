@@ -5,14 +5,15 @@ minimised.
     both, a token's loss is also multiplied by min(exp(old − mu), importance_cap), or by what `correction`
     says. See rollouts.losses.corrections.
 
-What all losses can add (KL, entropy bonus, correction, ...) and all metrics are in rollouts.losses.terms. A
-sampled token that the policy cannot give, lp = −inf, has a finite ratio (e^−20) and no gradient from it;
-losses in lp itself are infinite there, and the step is skipped.
+What all losses can add (KL, entropy bonus, correction, ...) and all metrics are there too. A sampled token
+that the policy cannot give, lp = −inf, has a finite ratio (e^−20) and no gradient from it; losses in lp
+itself are infinite there, and the step is skipped.
 """
 
 import torch
 from torch import Tensor
 
+from rollouts.losses.corrections import POLICY_LOSSES, PolicyTerm, policy_loss
 from rollouts.losses.inputs import (
     LossInputs,
     compute_log_ratio,
@@ -21,7 +22,6 @@ from rollouts.losses.inputs import (
     compute_token_ratio,
     select_top_fraction,
 )
-from rollouts.losses.terms import POLICY_LOSSES, PolicyTerm, policy_loss
 
 __all__ = ["POLICY_LOSSES", "compute_covariances"]
 
@@ -80,7 +80,7 @@ def cispo_loss(
     """
     ratio = _token_ratio(inputs).detach()
     losses = -ratio.clamp(ratio_low, ratio_high) * advantages * inputs.log_probs
-    return PolicyTerm(losses, ratio, ratio < ratio_low, ratio > ratio_high)
+    return PolicyTerm(losses, ratio, (ratio < ratio_low, ratio > ratio_high))
 
 
 @policy_loss()
@@ -136,8 +136,7 @@ def dro_loss(inputs: LossInputs, advantages: Tensor, *, beta: float = 0.05) -> P
 
     The papers (2405.19107; 2501.12599) square the sequence's log-ratio, not the token's.
     """
-    gap = inputs.log_probs - inputs.mu
-    return PolicyTerm(-advantages * inputs.log_probs + 0.5 * beta * gap.square())
+    return PolicyTerm(-advantages * inputs.log_probs + 0.5 * beta * (inputs.log_probs - inputs.mu).square())
 
 
 # --- one ratio per sequence ---------------------------------------------------------------------------------
@@ -153,7 +152,7 @@ def gspo_loss(
     With unit "sequences" this is the paper's objective; with "tokens" long rows weigh more. Paper:
     2507.18071. The ratio metrics are of s.
     """
-    ratio = compute_sequence_ratio(inputs.log_probs, inputs.need_old(), inputs.mask)
+    ratio = compute_sequence_ratio(inputs.log_probs - inputs.need_old(), inputs.mask)
     return _clip(ratio.expand_as(inputs.mask), advantages, clip_low, clip_high)
 
 
@@ -168,7 +167,7 @@ def gspo_token_loss(
     "sequences". Paper: 2507.18071, eq. 14.
     """
     detached = inputs.log_probs.detach()
-    sequence = compute_sequence_ratio(detached, inputs.need_old(), inputs.mask)
+    sequence = compute_sequence_ratio(detached - inputs.need_old(), inputs.mask)
     # −inf − −inf would be NaN; a NaN is in `sequence` already
     own = torch.exp(torch.where(detached > -torch.inf, inputs.log_probs - detached, 0.0))
     return _clip(sequence * own, advantages, clip_low, clip_high)
@@ -185,10 +184,10 @@ def gmpo_loss(
     Paper: GMPO, 2507.20673, which clips at ±0.4.
     """
     log_ratio = inputs.log_probs - inputs.need_old()
-    low, high = _find_clipped(log_ratio, advantages, -clip_low, clip_high)
+    low, high = clipped = _find_clipped(log_ratio, advantages, -clip_low, clip_high)
     bounded = torch.where(low, -clip_low, torch.where(high, clip_high, log_ratio))
-    ratio = compute_sequence_ratio(bounded, torch.zeros_like(bounded), inputs.mask).expand_as(advantages)
-    return PolicyTerm(-advantages * ratio, ratio, low, high)
+    ratio = compute_sequence_ratio(bounded, inputs.mask).expand_as(advantages)
+    return PolicyTerm(-advantages * ratio, ratio, clipped)
 
 
 @policy_loss("mu")
@@ -254,9 +253,9 @@ def clip_cov_loss(
     authors draw at random. `clip_ratio/cov`: share of tokens left out. Paper: Clip-Cov, 2505.22617.
     """
     term = _clip(_token_ratio(inputs), advantages, clip_low, clip_high)
-    assert term.low is not None and term.high is not None
+    assert term.clipped
     covariances = compute_covariances(inputs, log_prob_mean, advantage_mean)
-    inside = (covariances > cov_low) & (covariances < cov_high) & ~(term.low | term.high)
+    inside = (covariances > cov_low) & (covariances < cov_high) & ~torch.logical_or(*term.clipped)
     chosen = _select_largest(covariances, inside, inputs.mask, cov_fraction)
     return term._replace(
         token_losses=torch.where(chosen, 0.0, term.token_losses), shares={"clip_ratio/cov": chosen}
@@ -313,12 +312,12 @@ def _stop_beyond(
 ) -> PolicyTerm:
     """−A·exp(lp − mu), 0 where the update would go on beyond a signed distance of −low or high."""
     ratio = compute_token_ratio(inputs.log_probs, inputs.mu)
-    below, above = _find_clipped(distance, advantages, -low, high)
-    return PolicyTerm(torch.where(below | above, 0.0, -advantages * ratio), ratio, below, above)
+    below, above = clipped = _find_clipped(distance, advantages, -low, high)
+    return PolicyTerm(torch.where(below | above, 0.0, -advantages * ratio), ratio, clipped)
 
 
 def _clip(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyTerm:
     """−min(r·A, clip(r)·A)."""
     bounds = 1.0 - clip_low, 1.0 + clip_high
     losses = -torch.minimum(ratio * advantages, ratio.clamp(*bounds) * advantages)
-    return PolicyTerm(losses, ratio, *_find_clipped(ratio, advantages, *bounds))
+    return PolicyTerm(losses, ratio, _find_clipped(ratio, advantages, *bounds))

@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollouts.errors import ConfigError, ModelError
-from rollouts.losses.inputs import require
+from rollouts.errors import ConfigError, ModelError, require
 from rollouts.losses.preference_losses import (
     PREFERENCE_LOSSES,
     LinearisedLoss,

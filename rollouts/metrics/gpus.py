@@ -14,7 +14,7 @@ def read_gpus() -> dict[str, float]:
     """Use and memory of each GPU that this process may see, in the order of CUDA_VISIBLE_DEVICES, by metric.
     Empty without the package, the driver or a GPU, or where that variable has no numbers. May block.
     """
-    found: dict[str, float] = {}
+    found = {}
     with suppress(Exception):  # NVML's own errors are classes of its package, which may not be there
         import pynvml as nvml  # pyright: ignore[reportMissingImports]
 
@@ -33,7 +33,7 @@ async def open_gpu_watch() -> AsyncIterator[Callable[[], dict[str, float]]]:
     """A function that gives the mean use and memory of each GPU since it was called last. Looks in a thread
     of its own, until there is nothing to be seen.
     """
-    seen: dict[str, list[float]] = {}
+    seen = {}
 
     async def watch() -> None:
         while found := await trio.to_thread.run_sync(read_gpus, abandon_on_cancel=True):

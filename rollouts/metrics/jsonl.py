@@ -1,11 +1,18 @@
-"""Reading the .jsonl files of a run directory: whole rows, over all parts of a file, and of what was done
-again the newest attempt.
+"""The .jsonl files of a run directory, which grow by whole rows, and are read as whole rows, over all parts
+of a file, and of what was done again the newest attempt.
+
+    RecordFile.append(data) ─► NAME.jsonl, NAME.1.jsonl, …  whole lines, in one write, to a file opened for
+                                                            appending
 
 A row is one line. Only the last line of the last part can be torn: its writer was killed, or is writing it;
-readers leave it out and say so.
+readers leave it out and say so. A part is flushed to the device before the next is begun.
+
+A file is never renamed. It is cut in two cases only: a torn last line is repaired by the next attempt when it
+opens the file, and what a refused write has left is cut off before the next.
 """
 
 import json
+import logging
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -15,10 +22,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollouts.errors import RunDirError
-from rollouts.run_dir import RunDir, list_parts, part_path
+from rollouts.errors import RunDirError, StorageError
+from rollouts.run_dir import RunDir, list_parts, parse_part, part_path
 
 LINE_BYTES = 1 << 16  # of a row, at most, where a file has lost its end
+PART_BYTES = 256 << 20  # a part that has reached this is complete
+WAITING_BYTES = 1 << 26  # of one file's data that wait for a disk that refuses them
 Row = dict[str, Any]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 _decode = msgspec.json.Decoder().decode
@@ -100,7 +109,7 @@ def newest_attempts(rows: Iterable[Row]) -> list[Row]:
     held = [
         ((row.get("stage"), row.get("step"), row.get("name")), row.get("attempt", 0), row) for row in rows
     ]
-    newest: dict[object, int] = {}
+    newest = {}
     for place, attempt, _ in held:
         newest[place] = max(newest.get(place, 0), attempt)
     return [row for place, attempt, row in held if attempt == newest[place]]
@@ -114,7 +123,7 @@ def drop_outdated(evaluations: Iterable[Row], steps: Iterable[Row]) -> list[Row]
     it, again: that attempt had begun from an older checkpoint. Rows without a step and an attempt are left
     out.
     """
-    first: dict[object, dict[int, int]] = {}  # stage → attempt → the first step that it trained
+    first = {}  # stage → attempt → the first step that it trained
     for row in steps:
         if has_place(row):
             begun = first.setdefault(row.get("stage"), {})
@@ -166,3 +175,114 @@ def read_backwards(path: Path) -> Iterator[bytes]:
                 begin = view.rfind(b"\n", 0, end - 1) + 1
                 yield view[begin:end]
                 end = begin
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+class AppendedFile:
+    """A file that grows by whole pieces. What a refused piece leaves is cut off, at the latest before the
+    next.
+    """
+
+    def __init__(self, path: Path, flags: int = 0) -> None:
+        """Makes the file if it is missing. Raises OSError."""
+        self.path = path
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | flags, 0o644)
+        self.end = os.fstat(self.descriptor).st_size  # bytes of whole pieces
+
+    def append(self, data: bytes) -> None:
+        """Writes `data` in one call; a short write (a disk that fills up) is continued until the system
+        refuses with its own OSError.
+        """
+        if os.fstat(self.descriptor).st_size != self.end:
+            os.ftruncate(self.descriptor, self.end)
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self.descriptor, data[written:])
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self.descriptor, self.end)
+            raise
+        self.end += written
+
+    def close(self) -> None:
+        """Flushes the file to the device and closes it. Raises OSError, closed all the same."""
+        try:
+            os.fsync(self.descriptor)
+        finally:
+            os.close(self.descriptor)
+
+
+class RecordFile:
+    """One file of the record, rows in parts that grow to a limit, or the lines of updates.log: repaired at
+    once, made with its first line, flushed by `close`. The methods block; they are called by one thread at a
+    time, off the event loop.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Makes the last part end in a whole line: cuts a torn one off, but gives a last row that is whole
+        the newline that it lacks. Raises OSError.
+        """
+        self._path, self._part = path, None  # the last part, once it is written to
+        self._waiting = b""  # what the disk refused
+        for part in list_parts(path)[-1:]:
+            last = next(read_backwards(part), b"\n")
+            if last.endswith(b"\n"):
+                continue
+            if path.suffix == ".jsonl" and parse_row(last) is not None:
+                with part.open("ab") as file:
+                    file.write(b"\n")
+            else:
+                os.truncate(part, part.stat().st_size - len(last))
+
+    def append(self, data: bytes) -> None:
+        """Appends whole lines.
+
+        What the disk refuses waits in memory, is said once, and is written with what comes next. Raises
+        StorageError when too much waits.
+        """
+        assert not data or data.endswith(b"\n"), self._path
+        was_refused, self._waiting = bool(self._waiting), self._waiting + data
+        try:
+            self._write_waiting()
+        except StorageError as error:
+            if len(self._waiting) > WAITING_BYTES:
+                raise
+            if not was_refused:
+                logging.getLogger("rollouts").warning(
+                    "warning: %s; rows wait in memory until it takes them", error
+                )
+
+    def close(self) -> None:
+        """Writes what waits, flushes the file to the device and closes it. Raises StorageError if the disk
+        still refuses: rows are lost.
+        """
+        try:
+            self._write_waiting()
+        finally:
+            if self._part:
+                self._part.close()
+
+    def _write_waiting(self) -> None:
+        """All or nothing. Raises StorageError."""
+        try:
+            if self._waiting:
+                self._choose_part().append(self._waiting)
+                self._waiting = b""
+        except OSError as error:
+            raise StorageError(
+                f"rows of {self._path.name} cannot be written ({error}); free space, or point output.dir at"
+                " another disk"
+            ) from error
+
+    def _choose_part(self) -> AppendedFile:
+        """The last part, or another where that is full and on the device."""
+        part = self._part = self._part or AppendedFile((list_parts(self._path) or [self._path])[-1])
+        if part.end >= PART_BYTES and self._path.suffix == ".jsonl":
+            self._part = None  # opened again if what follows is refused
+            part.close()
+            number = parse_part(self._path, part.path.name) or 0
+            part = self._part = AppendedFile(part_path(self._path, number + 1), os.O_EXCL)
+        return part

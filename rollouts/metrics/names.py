@@ -21,7 +21,7 @@ class MetricName(NamedTuple):
 
 METRICS = tuple(
     MetricName(*line.split("\t"))
-    for line in Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()[1:]
+    for line in Path(__file__).with_suffix(".tsv").read_text("utf-8").splitlines()[1:]
 )
 
 

@@ -32,8 +32,8 @@ def open_progress(console: Console, total_steps: Mapping[str, int]) -> Iterator[
     thread and no task.
     """
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-    began: dict[str, tuple[int, float]] = {}  # by stage: first step, when it ended
-    shown: dict[str, dict[str, str]] = {}  # by stage: text by label
+    began = {}  # by stage: first step, when it ended
+    shown = {}  # by stage: text by label
     last_line_s = -math.inf
 
     def show(stage: str, step: int, metrics: Mapping[str, float]) -> None:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -12,10 +13,10 @@ from rollouts.errors import MetricError
 from rollouts.types import JSONValue, Sample, encode_json
 
 Fields = Mapping[str, Any]  # of a row, by name
+Metrics = Mapping[str, float]  # by name
 SCHEMA = 1  # raised when a field changes its meaning; new fields and metrics do not raise it
-SEGMENT = r"[a-z0-9_]+(@[0-9]+)?"
 # clip_ratio is the share itself, above its parts clip_ratio/low and clip_ratio/high
-METRIC_NAME = re.compile(rf"clip_ratio|[a-z][a-z0-9_]*(/{SEGMENT}){{1,4}}")
+METRIC_NAME = re.compile(r"clip_ratio|[a-z][a-z0-9_]*(/[a-z0-9_]+(@[0-9]+)?){1,4}")
 
 
 def check_metric(name: str, value: object) -> float:
@@ -27,16 +28,14 @@ def check_metric(name: str, value: object) -> float:
             f"metric {name!r} = {value!r}: a name is <area>/<name>[/<stat>] in lower_snake, a stat may end in"
             " @k; for example reward/format/mean"
         )
-    try:
-        number = math.nan if isinstance(value, str) else float(value)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise MetricError(
-            f"metric {name} = {value!r}: a value is a finite number; leave out a metric that has none in this"
-            " step"
-        )
-    return number
+    with suppress(TypeError, ValueError):
+        number = float(value)  # pyright: ignore[reportArgumentType]
+        if math.isfinite(number) and not isinstance(value, str):
+            return number
+    raise MetricError(
+        f"metric {name} = {value!r}: a value is a finite number; leave out a metric that has none in this"
+        " step"
+    )
 
 
 def make_head(stage: str, step: int, policy_version: int, attempt: int, time_unix: float) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def make_head(stage: str, step: int, policy_version: int, attempt: int, time_uni
     }
 
 
-def make_row(head: Fields, metrics: Mapping[str, float]) -> dict[str, Any]:
+def make_row(head: Fields, metrics: Metrics) -> dict[str, Any]:
     """One row: the head, with `name` for an evaluation, then the metrics, flat and in the order given (their
     slash keeps them apart from fields).
 
@@ -136,7 +135,7 @@ def encode_sample_rows(head: Fields, samples: Sequence[Sample]) -> bytes:
 def make_sample_row(sample: Sample) -> dict[str, Any]:
     """The row without a head, of any length."""
     versions = sample.weight_versions[sample.loss_mask]
-    row: dict[str, Any] = {
+    row = {
         "id": sample.id,
         "group_index": sample.group_index,
         "status": sample.status.value,
@@ -169,7 +168,7 @@ def cut_sample_row(row: dict[str, Any]) -> None:
     parts = {name: row.pop(name) for name in ("rewards", "metadata") if name in row}
     room = ROW_BYTES - len(encode_row({**row, **texts})) - len(CUT)
     for name, values in parts.items():
-        kept = row[name] = {}
+        kept = {}
         for key, value in values.items():
             size = len(encode_row({key: value})) - 1  # the braces less a comma
             if name == "metadata" and key == "failure":
@@ -177,10 +176,10 @@ def cut_sample_row(row: dict[str, Any]) -> None:
             elif size <= room:
                 kept[key] = value
                 room -= size
+        if kept:
+            row[name] = kept
         if len(kept) < len(values):
             row[f"{name}_cut"] = len(values) - len(kept)
-        if not kept:
-            del row[name]
 
 
 def shorten_json(value: JSONValue, chars: int) -> JSONValue:

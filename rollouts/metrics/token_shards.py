@@ -1,41 +1,61 @@
-"""Per-token arrays of trained samples: binary files in tokens/, addressed by (file, offset) from the rows of
-contributions.jsonl.
+"""What went into each update of the weights: its per-token arrays in tokens/, addressed by (file, offset)
+from a row of contributions.jsonl for each trained sample, and a line of updates.log.
+
+    training loop ──UpdateRecord──► log_step ──► tokens/*.bin, contributions.jsonl, updates.log
 
     tokens/STAGE-ATTEMPT-NNNNNN.bin  =  block, block, …
     block  =  bytes u64 | crc32 u32 | that many bytes of safetensors           little-endian
 
 The safetensors hold one tensor [T] a column; the CRC is of the sample's id, then of them. A shard is only
 appended to, by one attempt; the oldest shards are removed when all together are larger than the limit.
+
+Arrays, rows and lines are made where they are written, off the event loop.
 """
 
+import logging
+import math
 import os
 import re
 import struct
+import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from rollouts.errors import RecordError, StorageError
-from rollouts.metrics.contributions import Place, UpdateRecord
-from rollouts.metrics.record_files import FLAGS, write_whole
+from rollouts.errors import RecordError
+from rollouts.metric_kinds import metric_values
+from rollouts.metrics.jsonl import AppendedFile
+from rollouts.metrics.record import Fields, encode_rows
 from rollouts.run_dir import RunDir
-from rollouts.types import LOSS_FIELDS
+from rollouts.types import LOSS_FIELDS, FloatArray, ForwardBackwardResult, OptimStepResult, RolloutBatch
 
 Array = NDArray[Any]
 SHARD_BYTES = 64 << 20
 SHARDS_AT_LEAST = 8  # that the limit holds, so that the removal of the oldest takes a small part
-SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*-([1-9][0-9]*)-([0-9]{6,})\.bin")  # attempt, number
+SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*-[1-9][0-9]*-[0-9]{6,}\.bin")
 PREFIX = struct.Struct("<QI")
 BLOCK_BYTES_MAX = 1 << 30  # more is damage: a row of thirty million tokens
 TYPES = {"tokens": "<i4", "mask": "|u1", "version": "<i4"}  # of columns; the others are <f4
+
+
+class UpdateRecord(NamedTuple):
+    """One optimizer update, as the record is told of it."""
+
+    update: int  # index within the step, from 0
+    batch: RolloutBatch  # what it was made of
+    forward: ForwardBackwardResult
+    optim: OptimStepResult
+    kl_coef: float | None = None  # β of the KL term; None where no reference was asked
+    part: str = ""  # what was updated, where a stage trains more than the policy: "critic"
+    contributes: bool = False  # its rows go to contributions.jsonl: those of a policy, with advantages
 
 
 # --- blocks -------------------------------------------------------------------------------------------------
@@ -46,9 +66,11 @@ def encode_blocks(update: UpdateRecord) -> Iterator[bytes]:
     columns = collect_columns(update)
     ids = [sample.id for sample in update.batch.samples] or [""] * len(update.batch.tokens)
     for id_, *row in zip(ids, *columns.values(), strict=True):
-        arrays = dict(zip(columns, row, strict=True))
         body = safetensors.numpy.save(
-            {name: np.asarray(values, TYPES.get(name, "<f4")) for name, values in arrays.items()}
+            {
+                name: np.asarray(values, TYPES.get(name, "<f4"))
+                for name, values in zip(columns, row, strict=True)
+            }
         )
         yield PREFIX.pack(len(body), zlib.crc32(body, zlib.crc32(id_.encode()))) + body
 
@@ -56,7 +78,7 @@ def encode_blocks(update: UpdateRecord) -> Iterator[bytes]:
 def collect_columns(update: UpdateRecord) -> dict[str, Sequence[Array]]:
     """[T_i] per row of each column that the update has."""
     batch, traced = update.batch, update.forward.per_token
-    columns: dict[str, Sequence[Array] | None] = {
+    columns = {
         "tokens": batch.tokens,
         "mask": batch.loss_masks,
         "version": batch.weight_versions or [np.full(len(row), -1) for row in batch.tokens],
@@ -115,64 +137,188 @@ class TokenShards:
         beyond until it is written.
         """
         self._folder, self._attempt, self._limit = run_dir.tokens, attempt, limit_bytes
-        self._file, self._path, self._next = -1, run_dir.tokens, 0  # the shard that grows
+        self._shard, self._next = None, 0  # the one that grows
+        self._refused = False  # whether that was said
 
-    def write(self, stage: str, update: UpdateRecord) -> list[Place]:
-        """Appends the arrays of an update and says where those of each row lie; then removes the oldest
-        shards beyond the limit.
+    def write(self, stage: str, update: UpdateRecord) -> dict[str, Iterable[Any]]:
+        """Appends the arrays of an update and says where those of each row lie, by column of their row; then
+        removes the oldest shards beyond the limit. Empty where no arrays are kept.
 
-        Raises StorageError where the disk refuses; what had been appended of the blocks is cut off again.
+        Where the disk refuses, what had been appended of the blocks is cut off again; it is said once.
         """
+        if not self._limit:
+            return {}
         blocks = list(encode_blocks(update))
         try:
-            begin = self._open_shard(stage)
+            shard = self._open_shard(stage)
+            begin = shard.end
             try:
-                write_whole(self._file, b"".join(blocks))
+                shard.append(b"".join(blocks))
             except OSError:
-                with suppress(OSError):
-                    os.ftruncate(self._file, begin)
                 self.close()  # nothing is appended to what may be left
                 raise
             sizes = {path: path.stat().st_size for path in list_shards(self._folder)}
             for path in list(sizes):
-                if sum(sizes.values()) > self._limit and path != self._path:
+                if sum(sizes.values()) > self._limit and path != shard.path:
                     path.unlink()
                     del sizes[path]
         except OSError as error:
-            raise StorageError(
-                f"per-token arrays are refused by {self._folder} ({error}); free space"
-            ) from error
-        offsets, lengths = accumulate(map(len, blocks), initial=begin), map(len, update.batch.tokens)
-        return [Place(self._path.name, *place) for place in zip(offsets, lengths)]  # noqa: B905
+            if not self._refused:
+                logging.getLogger("rollouts").warning(
+                    "warning: per-token arrays are refused by %s (%s); free space; the arrays of these steps"
+                    " are left out",
+                    self._folder,
+                    error,
+                )
+            self._refused = True
+            return {}
+        self._refused = False
+        return {
+            "shard": [shard.path.name] * len(blocks),
+            "offset": accumulate(map(len, blocks), initial=begin),
+            "length": map(len, update.batch.tokens),
+        }
 
     def close(self) -> None:
         """Flushes the shard to the device; one that refuses shows its damage to who reads it."""
-        if self._file >= 0:
+        if self._shard:
             with suppress(OSError):
-                os.fsync(self._file)
-            os.close(self._file)
-        self._file = -1
+                self._shard.close()
+        self._shard = None
 
-    def _open_shard(self, stage: str) -> int:
-        """Where the stage's shard ends: the one that is open, or the next where it is full or of another
-        stage, or somebody has removed it.
+    def _open_shard(self, stage: str) -> AppendedFile:
+        """The stage's shard: the one that is open, or the next where it is full or of another stage, or
+        somebody has removed it.
         """
-        name = f"{stage}-{self._attempt}-"
-        if self._file >= 0 and self._path.name.startswith(name):
-            state = os.fstat(self._file)
-            if state.st_nlink > 0 and state.st_size < min(SHARD_BYTES, self._limit // SHARDS_AT_LEAST):
-                return state.st_size
+        name, shard = f"{stage}-{self._attempt}-", self._shard
+        if (
+            shard
+            and shard.path.name.startswith(name)
+            and shard.end < min(SHARD_BYTES, self._limit // SHARDS_AT_LEAST)
+            and os.fstat(shard.descriptor).st_nlink
+        ):
+            return shard
         self.close()
         self._folder.mkdir(exist_ok=True)
         while (path := self._folder / f"{name}{self._next:06d}.bin").exists():
             self._next += 1
-        self._file, self._path = os.open(path, FLAGS | os.O_EXCL | os.O_NOFOLLOW, 0o644), path
-        return 0
+        self._shard = AppendedFile(path, os.O_EXCL | os.O_NOFOLLOW)
+        return self._shard
 
 
 def list_shards(folder: Path) -> list[Path]:
     """The shards in a directory, oldest first: by attempt, then by number, which goes on over the stages of
     an attempt.
     """
-    found = {path: match for path in folder.iterdir() if (match := SHARD_NAME.fullmatch(path.name))}
-    return sorted(found, key=lambda path: (int(found[path][1]), int(found[path][2]), path.name))
+    shards = (path for path in folder.iterdir() if SHARD_NAME.fullmatch(path.name))
+    return sorted(shards, key=lambda path: (*map(int, path.stem.split("-")[-2:]), path.name))
+
+
+# --- rows of contributions.jsonl ----------------------------------------------------------------------------
+
+
+def encode_contributions(head: Fields, update: UpdateRecord, places: Mapping[str, Iterable[Any]]) -> bytes:
+    """The rows of the update as lines, in the order of the batch; none of an update that has none.
+
+    `places`: columns that say where the arrays of every row lie, as TokenShards has them, or empty where no
+    arrays are kept. Advantages and weights are 0 where the mask is
+    0. Shares of an update that changed nothing are 0; where a backend gives no per-token arrays they are
+    absent. See docs/run_directory.md.
+
+    Raises MetricError for a reward that is not finite.
+    """
+    if not update.contributes:
+        return b""
+    batch, forward, traced = update.batch, update.forward, update.forward.per_token
+    skipped = forward.skipped or update.optim.skipped
+    weights, shares, rewards = None, None, repeat(None)
+    if skipped is not None:
+        shares = np.zeros(len(batch))
+    elif traced is not None:
+        weights = _sum_rows(traced.weights) / np.maximum(batch.response_lengths, 1)
+        sums = _sum_rows([np.abs(row) for row in traced.slopes])
+        total = float(sums.sum())
+        # 0 for all where no slope is, or one is not finite: such an update changes nothing
+        shares = sums / total if 0 < total < math.inf else np.zeros(len(batch))
+    if batch.rewards is not None:  # with the digits of samples.jsonl where they are the samples' own
+        own = [sample.reward for sample in batch.samples]
+        rewards = (
+            own if np.array_equal(np.asarray(own, np.float32), batch.rewards) else batch.rewards.tolist()
+        )
+    assert batch.group_indices is not None, "a policy trains on groups"
+    columns = {
+        "id": [sample.id for sample in batch.samples] or repeat(None),
+        "group_index": batch.group_indices.tolist(),
+        "row": range(len(batch)),
+        "advantage": _list_finite(batch.mean_advantages),
+        "weight": _list_finite(weights),
+        "share": _list_finite(shares),
+        "tokens": batch.response_lengths.tolist(),
+        "reward": rewards,
+        **places,
+    }
+    shared = {
+        **head,
+        "update": update.update,
+        "loss": forward.loss,
+        "denominator": forward.denominator,
+        "skipped": skipped,
+    }
+    return encode_rows(
+        [
+            {
+                name: value
+                for name, value in (shared | dict(zip(columns, values, strict=True))).items()
+                if value is not None
+            }
+            for values in zip(*columns.values(), strict=False)
+        ]
+    )
+
+
+def _sum_rows(rows: Sequence[FloatArray]) -> NDArray[np.float64]:
+    """[B] sums, in float32. By BLAS, row by row, which touches each value once and asks for no memory: this
+    is most of what a row costs.
+    """
+    ones = np.ones(max(map(len, rows), default=0), np.float32)
+    return np.fromiter((np.vdot(row, ones[: len(row)]) for row in rows), np.float64, len(rows))
+
+
+def _list_finite(values: Array | None) -> Iterable[float | None]:
+    """A column; None for a number that is not finite, which JSON cannot say, and where there are none."""
+    if values is None:
+        return repeat(None)
+    return [value if math.isfinite(value) else None for value in values.tolist()]
+
+
+# --- the audit log ------------------------------------------------------------------------------------------
+
+
+def format_update(head: Fields, update: UpdateRecord) -> str:
+    """The line of an update, without its newline. head: of a row, as make_head gives it.
+
+    Names and values in columns, so that it reads by eye and splits at spaces; a value that the update does
+    not have is "-".
+    """
+    forward, optim = update.forward, update.optim
+    metrics = metric_values(forward.metrics)
+    skipped = forward.skipped or optim.skipped
+    clipping = "-"  # there was no step to clip
+    if optim.skipped is None and optim.grad_norm is not None:
+        clipping = "clipped" if optim.clipped else "whole"
+
+    def show(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    return (
+        f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(head['time_unix']))}"
+        f"  attempt {head['attempt']:<2d}  {head['stage'] + ('.' + update.part if update.part else ''):<12s}"
+        f"  step {head['step']:>6d}  update {update.update:>3d}  version {head['policy_version'] + 1:>6d}"
+        f"  loss {show(forward.loss, '+.6e'):>13s}  kl {show(metrics.get('kl/ref'), '+.3e'):>10s}"
+        f"  beta {show(update.kl_coef, '.3e'):>9s}"
+        f"  grad_norm {show(optim.grad_norm, '.3e'):>9s} {clipping:<7s}  lr {optim.lr:.3e}"
+        f"  samples {len(update.batch):>5d}"
+        f"  zero_advantage {int(metrics.get('advantage/skipped_rows') or 0):>5d}"
+        f"  tokens {int(update.batch.response_lengths.sum()):>8d}"
+        + ("" if skipped is None else f"  skipped: {' '.join(skipped.split())}")
+    )

@@ -14,9 +14,8 @@ files are flushed to the device when the logger closes). A call that has begun w
 caller is cancelled. Rows of an earlier attempt are never touched; readers take the highest attempt.
 """
 
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,47 +23,43 @@ from typing import Any
 import trio
 
 from rollouts.crash_points import reach
-from rollouts.errors import StorageError
-from rollouts.metrics.contributions import Place, UpdateRecord, encode_contributions, format_update
+from rollouts.metrics.jsonl import RecordFile
 from rollouts.metrics.progress import Progress
 from rollouts.metrics.record import (
     Fields,
+    Metrics,
     encode_rows,
     encode_sample_rows,
     make_head,
     make_row,
     select_evenly,
 )
-from rollouts.metrics.record_files import RecordFile
-from rollouts.metrics.spans import Span
-from rollouts.metrics.token_shards import TokenShards
+from rollouts.metrics.spans import Span, SpanRecorder
+from rollouts.metrics.token_shards import TokenShards, UpdateRecord, encode_contributions, format_update
 from rollouts.run_dir import RunDir
 from rollouts.types import Sample, split_trajectories
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class JsonlLogger:
-    """A MetricsLogger that writes a run's files and, when given one, tells a Progress of each step. Made
-    by open_jsonl_logger.
-    """
+    """A MetricsLogger that writes a run's files and tells a Progress of each step. See open_jsonl_logger."""
 
     attempt: int
     samples_per_step: int
-    progress: Progress | None
-    in_thread: bool
-    shards: TokenShards | None
-    files: Mapping[str, RecordFile] = field(default_factory=dict)  # by the stem of their name
-    measure: Callable[[], Mapping[str, float]] = dict  # what is measured beside the steps, since the last row
-    refused_arrays: bool = False  # whether that was said
-    # its queue is first come, first served
-    turn: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
+    progress: Progress
+    shards: TokenShards
+    files: dict[str, RecordFile]  # by the stem of their name
+    measure: Callable[[], Metrics]  # what is measured beside the steps, since the last row
+    turn: trio.CapacityLimiter  # its queue is first come, first served
+    # of what goes on beside the loops: the row of each step has it, of samples those that are logged
+    recorder: SpanRecorder = field(default_factory=SpanRecorder)
 
     async def log_step(
         self,
         stage: str,
         step: int,
         policy_version: int,
-        metrics: Mapping[str, float],
+        metrics: Metrics,
         *,
         updates: Sequence[UpdateRecord] = (),
         spans: Sequence[Span] = (),
@@ -77,10 +72,11 @@ class JsonlLogger:
         """
         head = self._head(stage, step, policy_version)
         row = make_row(head, {**metrics, **self.measure()})
+        spans = [*spans, *self.recorder.take()]
 
         def write() -> None:
             for update in updates:
-                places = self._write_arrays(stage, update)
+                places = self.shards.write(stage, update) if update.contributes else {}
                 self.files["contributions"].append(encode_contributions(head, update, places))
                 self.files["updates"].append(f"{format_update(head, update)}\n".encode())
             self.files["metrics"].append(encode_rows([row]))
@@ -89,8 +85,7 @@ class JsonlLogger:
         reach("metrics.before_row")
         await self._append(write)
         reach("metrics.after_row")
-        if self.progress is not None:
-            self.progress(stage, step, metrics)
+        self.progress(stage, step, metrics)
 
     async def log_samples(
         self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
@@ -101,13 +96,14 @@ class JsonlLogger:
         trajectories = split_trajectories(samples)
         places = select_evenly(len(trajectories), self.samples_per_step)
         chosen = [sample for place in places for sample in trajectories[place]]
+        self.recorder.keep(sample.id for sample in chosen)
         head = self._head(stage, step, policy_version)
         reach("metrics.before_samples")
         await self._append(lambda: self.files["samples"].append(encode_sample_rows(head, chosen)))
         reach("metrics.after_samples")
 
     async def log_evaluation(
-        self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
+        self, stage: str, step: int, policy_version: int, name: str, metrics: Metrics
     ) -> None:
         """Appends the row of an evaluation called `name`. Raises MetricError like log_step."""
         row = make_row({**self._head(stage, step, policy_version), "name": name}, metrics)
@@ -130,30 +126,10 @@ class JsonlLogger:
     async def take_turn(self, work: Callable[[], None]) -> None:
         """Does what blocks on a disk, one call after the other, to its end though the caller is cancelled."""
         with trio.CancelScope(shield=True):
-            if self.in_thread:
-                await trio.to_thread.run_sync(work, limiter=self.turn)
-            else:
-                await trio.lowlevel.checkpoint()
-                work()
+            await trio.to_thread.run_sync(work, limiter=self.turn)
 
     def _append_spans(self, head: Fields, spans: Sequence[Span]) -> None:
-        if spans:
-            self.files["spans"].append(encode_rows([{**head, **span.fields()} for span in spans]))
-
-    def _write_arrays(self, stage: str, update: UpdateRecord) -> Sequence[Place]:
-        """Where the arrays of each row of the update lie; empty where none are kept."""
-        if self.shards is None or not update.contributes:
-            return ()
-        try:
-            places = self.shards.write(stage, update)
-            self.refused_arrays = False
-        except StorageError as error:
-            if not self.refused_arrays:
-                text = "warning: %s; the arrays of these steps are left out"
-                logging.getLogger("rollouts").warning(text, error)
-            self.refused_arrays = True
-            return ()
-        return places
+        self.files["spans"].append(encode_rows([{**head, **span.fields()} for span in spans]))
 
 
 @asynccontextmanager
@@ -163,31 +139,29 @@ async def open_jsonl_logger(
     attempt: int,
     samples_per_step: int,
     token_arrays_bytes: int = 0,
-    progress: Progress | None = None,
-    measure: Callable[[], Mapping[str, float]] = dict,
-    in_thread: bool = True,
+    progress: Progress = lambda stage, step, metrics: None,
+    measure: Callable[[], Metrics] = dict,
 ) -> AsyncIterator[JsonlLogger]:
     """A logger on the files of `run_dir`, made if missing and repaired if torn; flushed to the device on the
     way out.
 
     token_arrays_bytes: of per-token arrays that are kept, 0 for none. measure: called once a step, gives
-    metrics that are added to its row. in_thread: False where a thread may not
-    be waited for, as under a mock clock; the event loop then waits for the disk.
+    metrics that are added to its row.
     """
-    shards = TokenShards(run_dir, attempt=attempt, limit_bytes=token_arrays_bytes)
     logger = JsonlLogger(
         attempt=attempt,
         samples_per_step=samples_per_step,
         progress=progress,
         measure=measure,
-        in_thread=in_thread,
-        shards=shards if token_arrays_bytes else None,
+        shards=TokenShards(run_dir, attempt=attempt, limit_bytes=token_arrays_bytes),
+        files={},
+        turn=trio.CapacityLimiter(1),
     )
     closing = ExitStack()
 
     def open_all() -> None:
         logger.files = open_files(run_dir)
-        for file in (*logger.files.values(), shards):
+        for file in (*logger.files.values(), logger.shards):
             closing.callback(file.close)
 
     await logger.take_turn(open_all)

@@ -15,7 +15,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +31,7 @@ from rollouts.run_dir import fsync_path
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 # what transformers and the hub raise on directories and names that they cannot use
 LOAD_ERRORS = (
-    OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError,
+    OSError, ValueError, LookupError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError,
 )  # fmt: skip
 
 # transformers imports torchao where it is there, which says at length what it does without
@@ -89,8 +89,7 @@ def choose_model_cache(cache_dir: Path | None) -> Path:
     """Where made models lie: `cache_dir` if given, else models/ in $ROLLOUTS_CACHE, else in
     ~/.cache/rollouts.
     """
-    root = os.environ.get("ROLLOUTS_CACHE") or "~/.cache/rollouts"
-    return cache_dir or Path(root).expanduser() / "models"
+    return cache_dir or Path(os.environ.get("ROLLOUTS_CACHE") or "~/.cache/rollouts").expanduser() / "models"
 
 
 def is_adapter(path: Path) -> bool:
@@ -157,7 +156,7 @@ def list_tensors(path: Path) -> list[FileTensor]:
     """Every tensor that loading the model reads, by the headers of its files alone. Raises ModelError naming
     the file that is missing, cut or no safetensors.
     """
-    found: list[FileTensor] = []
+    found = []
     for file in (path / name for name in list_weight_files(path)):
         # opening also checks the file's size
         with naming_errors(f"{file} cannot be read"), safe_open(file, "np") as opened:
@@ -175,22 +174,17 @@ def compute_model_digests(path: Path) -> dict[str, str]:
     another place is told apart; a copy in which few bytes differ, as by a failing disk, only where they lie
     in a block. Raises ModelError if a file cannot be read.
     """
-    found: dict[str, str] = {}
+    found = {}
     for name in (*CONFIG_FILES, WEIGHT_INDEX, *list_weight_files(path)):
-        with naming_errors(f"{path / name} cannot be read"):
-            if (path / name).is_file():
-                found[name] = _hash_file(path / name)
+        with naming_errors(f"{path / name} cannot be read"), suppress(FileNotFoundError):
+            digest, size = hashlib.sha256(), (path / name).stat().st_size
+            count, length = (1, size) if size <= WHOLE_BYTES else (BLOCKS, BLOCK_BYTES)
+            with (path / name).open("rb") as file:
+                for number in range(count):
+                    file.seek((size - length) * number // max(count - 1, 1))
+                    digest.update(file.read(length))
+            found[name] = f"{size}:{digest.hexdigest()}"
     return found
-
-
-def _hash_file(path: Path) -> str:
-    digest, size = hashlib.sha256(), path.stat().st_size
-    starts = [(size - BLOCK_BYTES) * number // (BLOCKS - 1) for number in range(BLOCKS)]
-    with path.open("rb") as file:
-        for start in [0] if size <= WHOLE_BYTES else starts:
-            file.seek(start)
-            digest.update(file.read(WHOLE_BYTES if size <= WHOLE_BYTES else BLOCK_BYTES))
-    return f"{size}:{digest.hexdigest()}"
 
 
 def build_directory_once(path: Path, write: Callable[[Path], None]) -> bool:
@@ -225,15 +219,13 @@ def build_directory_once(path: Path, write: Callable[[Path], None]) -> bool:
 
 def fsync_tree(root: Path) -> None:
     """Returns once every file and directory below `root`, and `root`, is on disk."""
-    for folder, _, names in os.walk(root, topdown=False):
-        for name in names:
-            fsync_path(Path(folder) / name)
-        fsync_path(Path(folder))
+    for path in sorted((root, *root.rglob("*")), reverse=True):  # a directory after what it names
+        fsync_path(path)
 
 
 ModelHead = Literal["tokens", "scalar"]
 """What a model says at each position: log-probs of the next token, or one number. See
-rollouts.models.scalar_head.
+rollouts.models.layers.
 """
 
 # --- the class ----------------------------------------------------------------------------------------------

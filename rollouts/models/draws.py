@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
-from rollouts.types import FloatArray, GenerateRequest, IntArray
+from rollouts.types import FloatArray, GenerateRequest, IntArray, TokenScores
 
 # How each row samples, one record per row. `drawn` is t: the number of tokens the row has drawn so far.
 DRAW_DTYPE = np.dtype(
@@ -29,6 +30,7 @@ class Sampled(NamedTuple):
     token_ids: IntArray  # [B]
     # [B] nats, of the distribution drawn from; at temperature 0 of the one at temperature 1
     log_probs: FloatArray
+    top: TokenScores  # [B, K] of that distribution the likeliest; −infinity: the filters left it out
 
 
 def make_draw(seed: int, request: GenerateRequest) -> NDArray[np.void]:
@@ -59,9 +61,9 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-def sample_tokens(logits: Tensor, draws: NDArray[np.void]) -> Sampled:
-    """One token per row of logits [B, V]. Each record of `draws` (DRAW_DTYPE) describes its row; the caller
-    advances `drawn`.
+def sample_tokens(logits: Tensor, draws: NDArray[np.void], *, top: int = 0) -> Sampled:
+    """One token per row of logits [B, V], and its `top` likeliest ones. Each record of `draws` (DRAW_DTYPE)
+    describes its row; the caller advances `drawn`.
 
     The order of the filters is temperature, top-k, top-p on what top-k left; log-probs are of the
     renormalised distribution. At temperature 0 the first largest logit is taken and the filters do not apply.
@@ -70,28 +72,30 @@ def sample_tokens(logits: Tensor, draws: NDArray[np.void]) -> Sampled:
     logits, device = logits.float(), logits.device
     greedy = draws["temperature"] == 0
     temperature = np.where(greedy, 1.0, draws["temperature"].astype(np.float64))
-    inverse = torch.from_numpy(np.minimum(1 / temperature, LARGEST_INVERSE_TEMPERATURE).astype(np.float32))
+    inverse = np.minimum(1 / temperature, LARGEST_INVERSE_TEMPERATURE).astype(np.float32)
+    scale = torch.from_numpy(inverse[:, None]).to(device)
     limited = (draws["top_p"] < 1) | ((draws["top_k"] > 0) & (draws["top_k"] < logits.shape[1]))
     filtered = np.flatnonzero(~greedy & limited)
     if len(filtered):
         rows = torch.from_numpy(filtered).to(device)
-        scaled = (logits[rows] - logits[rows].amax(-1, keepdim=True)) * inverse.to(device)[rows, None]
+        scaled = (logits[rows] - logits[rows].amax(-1, keepdim=True)) * scale[rows]
         keep = find_top(scaled, draws["top_k"][filtered], draws["top_p"][filtered].astype(np.float64))
         logits = logits.index_copy(0, rows, logits[rows].masked_fill(~keep, float("-inf")))
     largest = logits.amax(-1, keepdim=True)
     weights = logits - largest
-    scale = None if (inverse == 1).all() else inverse.to(device)
-    if scale is not None:
-        weights.mul_(scale[:, None])
+    if (inverse != 1).any():
+        weights.mul_(scale)
     weights.exp_()
     uniforms = torch.from_numpy(compute_uniforms(draws["key"], draws["drawn"]))
     ids, totals = _invert(weights, uniforms.to(device, non_blocking=True))
     if greedy.any():
         rows = torch.from_numpy(np.flatnonzero(greedy)).to(device)
         ids[rows] = logits[rows].argmax(-1)
-    chosen = (logits.gather(1, ids[:, None]) - largest)[:, 0]
-    log_probs = (chosen if scale is None else chosen * scale) - totals.log().float()
-    return Sampled(ids.cpu().numpy(), log_probs.cpu().numpy())
+    found = torch.cat([ids[:, None], logits.topk(top).indices], 1) if top else ids[:, None]
+    chosen = logits.gather(1, found) - largest
+    chosen = chosen * scale - totals.log().float()[:, None]
+    tokens, log_probs = found.cpu().numpy(), chosen.cpu().numpy()
+    return Sampled(tokens[:, 0], log_probs[:, 0], TokenScores(tokens[:, 1:], log_probs[:, 1:]))
 
 
 def find_top(
@@ -118,7 +122,7 @@ def find_top(
     reached = weights.cumsum(-1) / total  # share of the top-k mass up to and with each candidate
     if (cut & (reached[:, -1:] < mass)).any():
         return find_top(scaled, top_k, top_p, candidates=vocab)
-    before = torch.nn.functional.pad(reached, (1, -1))
+    before = pad(reached, (1, -1))
     keep = inside & ((before < mass) | (mass >= 1))
     return torch.zeros_like(scaled, dtype=torch.bool).scatter_(1, ids, keep)
 
@@ -134,7 +138,7 @@ def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     size = math.gcd(vocab, BLOCK)
     if size < BLOCK // 4:
         size = BLOCK
-        weights = torch.nn.functional.pad(weights, (0, -vocab % size))
+        weights = pad(weights, (0, -vocab % size))
     blocks = weights.view(len(weights), -1, size)
     block_edges = blocks.sum(-1).double().cumsum(-1)
     block, rest = _first_above(block_edges, uniforms)
@@ -151,5 +155,5 @@ def _first_above(edges: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     # rounding may reach the total itself
     target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))[:, None]
     index = torch.searchsorted(edges, target, right=True).clamp_(max=edges.shape[1] - 1)
-    before, after = (torch.nn.functional.pad(edges, (1, 0)).gather(1, at) for at in (index, index + 1))
+    before, after = (pad(edges, (1, 0)).gather(1, at) for at in (index, index + 1))
     return index[:, 0], ((target - before) / (after - before))[:, 0]

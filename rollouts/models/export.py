@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,9 +23,7 @@ from torch import Tensor
 
 from rollouts.errors import ModelError, StorageError
 from rollouts.models.directories import WEIGHT_INDEX, WHOLE_FILE, is_adapter, quiet_transformers
-from rollouts.models.lora import Adapter, list_trained
-from rollouts.models.lora_files import WEIGHTS_FILE, write_adapter_config
-from rollouts.models.safetensors_file import TensorFile
+from rollouts.models.lora import WEIGHTS_FILE, Adapter, Trained, list_trained, write_adapter_config
 from rollouts.models.sharded import list_weights
 from rollouts.protocols import Bucket
 from rollouts.run_dir import fsync_path
@@ -79,24 +77,23 @@ def name_shards(
     What an earlier model of another number of files had instead is removed: a reader would take it.
     """
     several, whole = len(shards) > 1, WEIGHTS_FILE if is_adapter(path) else WHOLE_FILE
-    renamed: dict[str, str] = {}
+    renamed = {}
     for number, (file, _) in enumerate(shards, start=1):
-        numbered = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        renamed[file] = numbered if several else whole
+        renamed[file] = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if several else whole
         (path / file).rename(path / renamed[file])
     (path / WEIGHT_INDEX).unlink(missing_ok=True)
     if several:
         (path / WHOLE_FILE).unlink(missing_ok=True)
     if several or (always_index and whole == WHOLE_FILE):
-        weight_map = {name: renamed[file] for file, names in shards for name in names}
+        weight_map = dict(sorted((name, renamed[file]) for file, names in shards for name in names))
         total = sum((path / file).stat().st_size for file in renamed.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (path / WEIGHT_INDEX).write_text(json.dumps(index, indent=1) + "\n", "utf-8")
     return renamed
 
 
 def write_description(
-    trained: PreTrainedModel | Adapter,
+    trained: Trained,
     path: Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
@@ -105,7 +102,7 @@ def write_description(
     generation_config.json of a model that generates, and the tokenizer; or of an adapter's.
     """
     with quiet_transformers():
-        if tokenizer is not None:
+        if tokenizer:
             tokenizer.save_pretrained(path)
         if isinstance(trained, Adapter):
             write_adapter_config(trained, path)
@@ -114,7 +111,7 @@ def write_description(
         config.dtype = str(dtype or trained.dtype).removeprefix("torch.")
         config.architectures = [type(trained).__name__.removeprefix("FSDP")]
         config.save_pretrained(path)
-        if trained.can_generate() and trained.generation_config is not None:
+        if trained.can_generate() and trained.generation_config:
             trained.generation_config.save_pretrained(path)
 
 
@@ -170,6 +167,19 @@ def name_shard(prefix: str, number: int) -> str:
     return f"{prefix}-{number:05d}.safetensors"
 
 
+def split_buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> list[Bucket]:
+    """`tensors` in order, in buckets of one dtype and at most `bucket_bytes`; a larger tensor alone."""
+    buckets = []
+    size = 0
+    for name, tensor in tensors:
+        if not buckets or size + tensor.nbytes > bucket_bytes or buckets[-1][0][1].dtype != tensor.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append((name, tensor))
+        size += tensor.nbytes
+    return buckets
+
+
 # --- parts of several ranks ---------------------------------------------------------------------------------
 
 
@@ -182,7 +192,7 @@ class Deal(NamedTuple):
     nbytes: int  # of the one rank's part, whole
 
 
-def deal_weights(trained: PreTrainedModel | Adapter, rank: int, ranks: int) -> Deal:
+def deal_weights(trained: Trained, rank: int, ranks: int) -> Deal:
     """The weights dealt to `ranks`, and the part of `rank`. The same deal on all ranks; no communication.
 
     The largest first, each to the rank that has least so far: none gets more than an equal share and one
@@ -192,13 +202,13 @@ def deal_weights(trained: PreTrainedModel | Adapter, rank: int, ranks: int) -> D
     names, parameters = FileNames(trained), list_trained(trained)
     weights = parameters if isinstance(trained, Adapter) else list_weights(trained)[0]
     sizes = {unit: sum(weights[name].nbytes for name in unit) for unit in names.units.values()}
-    mine: list[list[str]] = [[] for _ in range(ranks)]
+    mine = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for unit in sorted(sizes, key=lambda unit: -sizes[unit]):
         taker = loads.index(min(loads))
         mine[taker] += unit
         loads[taker] += sizes[unit]
-    names.expect_only(mine[rank])
+    names.to_come &= {*mine[rank]}
     held = [[(name, parameters[name]) for name in part if name in parameters] for part in mine]
     return Deal(held, names, loads[rank])
 
@@ -217,9 +227,10 @@ def name_parts(path: Path, counts: Sequence[int]) -> None:
 
     Raises OSError, StorageError if what another rank has written is not to be read here.
     """
-    shards: list[tuple[str, list[str]]] = []
+    shards = []
     for rank, count in enumerate(counts):
-        for file in (name_shard(f"{PART}{rank}", number) for number in range(1, count + 1)):
+        for number in range(1, count + 1):
+            file = name_shard(f"{PART}{rank}", number)
             try:
                 with safe_open(path / file, framework="pt") as opened:
                     shards.append((file, list(opened.keys())))
@@ -243,14 +254,14 @@ class FileNames:
     else is held. Without a model names stay as they are.
     """
 
-    def __init__(self, trained: PreTrainedModel | Adapter | None) -> None:
+    def __init__(self, trained: Trained | None) -> None:
         self._model = model = None if isinstance(trained, Adapter) else trained
         self.header_bytes, self.one_file = HEADER_BYTES, isinstance(trained, Adapter)
         # by each name of the model, parameters and buffers: those that files join with it
         self.units: dict[str, tuple[str, ...]] = {}
         self._held: dict[str, Tensor] = {}
         self._buffers: list[tuple[str, Tensor]] = []  # which no stream brings, until they have come
-        if model is not None:
+        if model:
             weights, _ = list_weights(model)
             parameters, ignored = dict(model.named_parameters()), model._keys_to_ignore_on_save or ()
             self._buffers = [(n, one) for n, one in weights.items() if n not in {*parameters, *ignored}]
@@ -262,21 +273,22 @@ class FileNames:
         elif isinstance(trained, Adapter):
             self.units = dict.fromkeys(trained.weights, tuple(trained.weights))  # one file
             self.header_bytes += NAME_BYTES * len(self.units)
-        self._to_come = set(self.units)
+        self.to_come = set(self.units)  # weights and buffers; made fewer for a part, before the first bucket
 
     def translate(self, bucket: Bucket) -> Bucket:
         """The bucket as files have it, without the tensors that are to be joined with some that have not
         come, and with the model's buffers if it is the first. Raises ModelError.
         """
         if self._model is None:
-            self._to_come -= {name for name, _ in bucket}
+            self.to_come -= {name for name, _ in bucket}
             return [(name, torch.as_tensor(tensor)) for name, tensor in bucket]
-        ready: dict[str, Tensor] = {}
-        extra, self._buffers = self._buffers, []
-        for name, tensor in [*bucket, *extra]:
-            if name not in self._to_come:
+        ready = {}
+        buffers = [(name, one) for name, one in self._buffers if name in self.to_come]
+        self._buffers = []
+        for name, tensor in [*bucket, *buffers]:
+            if name not in self.to_come:
                 raise ModelError(f"the weight {name!r} came twice, or is none of the model's")
-            self._to_come.remove(name)
+            self.to_come.remove(name)
             unit = self.units[name]
             self._held[name] = tensor if len(unit) == 1 else tensor.detach().to("cpu", copy=True)
             if self._held.keys() >= set(unit):
@@ -289,18 +301,11 @@ class FileNames:
 
     def check_complete(self) -> None:
         """Raises ModelError naming a weight that never came."""
-        if self._to_come:
+        if self.to_come:
             raise ModelError(
-                f"{len(self._to_come)} weights never came, {min(self._to_come)!r} for one; stream all of the"
+                f"{len(self.to_come)} weights never came, {min(self.to_come)!r} for one; stream all of the"
                 " model's parameters"
             )
-
-    def expect_only(self, names: Collection[str]) -> None:
-        """Of the weights only these are to come, and of the buffers only these are added. Before the first
-        bucket.
-        """
-        self._to_come &= set(names)
-        self._buffers = [(name, buffer) for name, buffer in self._buffers if name in self._to_come]
 
 
 def find_units(model: PreTrainedModel, in_files: dict[str, str]) -> list[tuple[str, ...]]:
@@ -317,10 +322,87 @@ def find_units(model: PreTrainedModel, in_files: dict[str, str]) -> list[tuple[s
         conversions = get_model_conversion_mapping(model, add_legacy=False) or []
     if any(isinstance(one, getattr(loading, "GroupWeightRename", ())) for one in conversions):
         return [tuple(in_files)]
-    converters = [one for one in reversed(conversions) if isinstance(one, loading.WeightConverter)]
-    reverse: list[Any] = [converter.reverse_transform() for converter in converters]
-    units: dict[tuple[str, bool], list[str]] = {}
+    reverse: list[Any] = [
+        one.reverse_transform() for one in reversed(conversions) if isinstance(one, loading.WeightConverter)
+    ]
+    units = {}
     for name, written in in_files.items():
         made, pattern = loading.rename_source_key(written, [], reverse)
         units.setdefault((name if pattern is None else made, pattern is None), []).append(name)
     return [tuple(unit) for unit in units.values()]
+
+
+# --- safetensors --------------------------------------------------------------------------------------------
+
+# Files are written in plain Python, tensor by tensor: other threads run meanwhile, errors are OSErrors, and
+# no more than one tensor is held. The library holds the interpreter for as long as it writes, which would
+# stop training, and says in words only why a disk refused. Format: 8 bytes with the header's length
+# (little-endian), the header as JSON padded with spaces to 8 bytes, the tensors one after the other. The
+# header is written last, into room that is kept for it.
+
+CHUNK_BYTES = 16 * 2**20
+LENGTH_BYTES = 8
+ENTRY_BYTES = 256  # room in the header for what it says of one tensor beside its name
+DTYPES = {
+    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class TensorFile:
+    """A safetensors file that tensors of one dtype, or of narrower and narrower ones, are appended to. Open
+    only while something is written: one that is given up leaks nothing.
+    """
+
+    def __init__(self, path: Path, *, header_bytes: int, metadata: Mapping[str, str] | None = None) -> None:
+        self.path = path
+        self.names: list[str] = []
+        self.nbytes = 0  # of the tensors
+        self._room = -(-header_bytes // 8) * 8
+        self._header = f'{{"__metadata__":{json.dumps(dict(metadata or {"format": "pt"}))}'
+        path.write_bytes(bytes(LENGTH_BYTES + self._room))
+
+    def has_room(self, name: str) -> bool:
+        """Whether the header still holds another tensor."""
+        return len(self._header.encode()) + len(name.encode()) + ENTRY_BYTES <= self._room
+
+    def append(self, name: str, tensor: Tensor) -> None:
+        """Writes one tensor, on whatever device it is. Raises OSError; ModelError for a dtype outside
+        DTYPES.
+        """
+        if tensor.dtype not in DTYPES:
+            raise ModelError(
+                f"tensor {name!r} has dtype {tensor.dtype}, which files do not hold here; convert it first"
+            )
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        content = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+        with self.path.open("ab") as file:
+            for start in range(0, len(content), CHUNK_BYTES):
+                file.write(content[start : start + CHUNK_BYTES])
+        offsets = [self.nbytes, self.nbytes + tensor.nbytes]
+        entry = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        self._header += f",{json.dumps(name)}:{json.dumps(entry, separators=(',', ':'))}"
+        self.nbytes += tensor.nbytes
+        self.names.append(name)
+
+    def finish(self) -> None:
+        """Writes the header: the file is complete. Raises OSError."""
+        text = (self._header + "}").encode().ljust(self._room)
+        assert len(text) == self._room, "has_room was asked before each tensor"
+        with self.path.open("r+b") as file:
+            file.write(self._room.to_bytes(LENGTH_BYTES, "little") + text)
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """The file `path` holds `tensors`, on whatever device they are. Not synced. Tensors that share memory are
+    written once each. Raises OSError; ModelError for a dtype outside DTYPES.
+    """
+    room = len(json.dumps(metadata)) + sum(len(json.dumps(name)) + ENTRY_BYTES for name in tensors)
+    file = TensorFile(path, header_bytes=room + ENTRY_BYTES, metadata=metadata)
+    # widest first, which keeps every tensor aligned
+    for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
+        file.append(name, tensors[name])
+    file.finish()

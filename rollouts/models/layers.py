@@ -1,5 +1,5 @@
 """The layers that a decoder repeats: which they are, compiled in place, run uncompiled, and computed again
-for the gradient in place of being kept; and a model without its dropout.
+for the gradient in place of being kept; a model without its dropout; and a scalar head in place of its own.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rollouts.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Programs of one layer's code, beyond which torch runs it uncompiled. With and without gradient, with and
 # without a mask, one sequence or several make 8, which is torch's own limit; kinds of layers multiply that.
@@ -63,12 +64,17 @@ def compile_layers(model: PreTrainedModel, *, backend: str | Callable[..., Any])
     return len(layers)
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether compile_layers has been here."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
 @contextmanager
 def uncompiled(model: torch.nn.Module) -> Iterator[None]:
     """Inside, compiled layers run as they are written. For who calls them with caches, of which every layer
     and length would be a case.
     """
-    if all(module._compiled_call_impl is None for module in model.modules()):
+    if not is_compiled(model):
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -113,3 +119,55 @@ def run_twice(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
     return checkpoint(forward, *inputs, use_reentrant=False, **options)  # draws an adapter's dropout again
+
+
+# --- a scalar head ------------------------------------------------------------------------------------------
+
+# Models that say one number at each position: reward models and critics, any causal language model with a
+# head [1, H] instead of its own.
+#
+#     directory of a causal model ───────────► its decoder, a new head of exactly 0
+#     directory of a …ForSequenceClassification with one label
+#         ─► its decoder and its head  both are transformers' class of that name
+#
+# The number at a position is hidden state · head: it depends on that token and those before it. Transformers
+# takes the last token's as the score of a sequence.
+
+HEAD = "score"  # transformers' name of the module
+HEAD_WEIGHT = f"{HEAD}.weight"
+PROBING_DIRECTIONS = 16
+
+
+def has_scalar_head(model: torch.nn.Module) -> bool:
+    """Whether this is one of the models above, sharded or not; a causal language model has no such module."""
+    head = getattr(model, HEAD, None)
+    return isinstance(head, torch.nn.Linear) and head.bias is None
+
+
+def get_scalar_weight(model: torch.nn.Module) -> Tensor:
+    """The head's weight [1, H]."""
+    return getattr(model, HEAD).weight
+
+
+def make_probing_directions(states: Tensor) -> Tensor:
+    """[D, H] fixed random directions in which hidden states [N, H] have values of size 1: what is proved of a
+    model whose own head may be 0.
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn((PROBING_DIRECTIONS, states.shape[-1]), generator=generator, dtype=torch.float64)
+    # |hidden|: a random direction of unit variance gives values of this size
+    size = float(states.double().square().sum(-1).mean().sqrt())
+    return (drawn / max(size, torch.finfo(torch.float32).tiny)).to(states)
+
+
+def set_padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Gives the config the tokenizer's padding token, where it has none: transformers scores several
+    sequences at once only if there is one.
+
+    One that also ends an answer is not taken: transformers takes the last token that is no padding, and would
+    pass over the end of every answer.
+    """
+    config = model.config.get_text_config()
+    own = None if tokenizer is None else tokenizer.pad_token_id
+    if tokenizer and own != tokenizer.eos_token_id and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = own

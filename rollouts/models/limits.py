@@ -3,6 +3,7 @@ changes what the model says of its first tokens. No torch.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +49,7 @@ def find_rotary_limit(config: Any) -> RotaryLimit | None:
     """
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    found: list[RotaryLimit] = []
+    found = []
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         kind, field = str(part.get("rope_type", "")), "max_position_embeddings"
         tokens = getattr(config, field, None)
@@ -79,6 +80,8 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int
     stops = [token for token in sampling.stop_token_ids if not (_is_whole(token, 0) and token < vocab_size)]
     needed = count + new if _is_whole(new, 1) else 0
     vocabulary = f"the vocabulary is 0..{vocab_size - 1}"
+    counts = request.top_log_probs, request.prompt_top, request.prompt_draws
+    targets = request.prompt_targets
     rules = {
         f"prompt_ids has shape {ids.shape}; it must be one-dimensional with at least one token": (
             ids.ndim != 1 or not count
@@ -96,12 +99,42 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int
             not 0 < sampling.top_p <= 1
         ),
         f"sampling.stop_token_ids has {stops[:3]}; {vocabulary}": stops,
+        f"sampling.stop_texts={sampling.stop_texts}; one is empty": "" in sampling.stop_texts,
+        f"top_log_probs, prompt_top, prompt_draws are {counts}; each is an integer from 0 to {vocab_size}": (
+            not all(_is_whole(asked, 0) and asked <= vocab_size for asked in counts)
+        ),
+        f"prompt_targets must be integers [{count - 1}, K], a row for each token of the prompt but its first,"
+        f" each −1 or in the vocabulary; {vocabulary}": targets is not None
+        and not (
+            targets.shape[:-1] == (count - 1,)
+            and targets.dtype.kind in "iu"
+            and ((targets >= -1) & (targets < vocab_size)).all()
+        ),
         f"{count} prompt tokens and max_new_tokens={new} make {needed}; the context is {max_context}: shorten"
         " the prompt or lower max_new_tokens": needed > max_context,
     }
     for rule, broken in rules.items():
         if broken:
             raise RequestRefused(f"request {request.request_id!r}: {rule}")
+
+
+def check_adapter(request: GenerateRequest, names: Iterable[str]) -> None:
+    """Raises RequestRefused for an adapter that is none of those."""
+    if request.adapter and request.adapter not in names:
+        raise RequestRefused(
+            f"request {request.request_id!r}: adapter={request.adapter!r}; the engine has {sorted(names)}:"
+            " await add_adapter() first"
+        )
+
+
+def check_unused(name: str, names: Iterable[str], requests: Iterable[GenerateRequest]) -> None:
+    """Raises EngineError for an adapter that is none of those, and for one that a request names."""
+    users = [request.request_id for request in requests if request.adapter == name]
+    if users or name not in names:
+        raise EngineError(
+            f"remove_adapter({name!r}): the engine has {sorted(names)}, and {users[:3]} in flight use it;"
+            " abort them first"
+        )
 
 
 def _is_whole(value: object, least: int) -> bool:

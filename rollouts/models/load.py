@@ -5,12 +5,15 @@ and unpickles nothing from disk.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import TemplateError, TemplateSyntaxError
 
-from rollouts.errors import ModelError
+from rollouts.data.chat import NO_PARAMS, find_end, make_template
+from rollouts.errors import DataError, ModelError
 from rollouts.models.directories import (
     LOCAL,
     ModelHead,
@@ -22,22 +25,19 @@ from rollouts.models.directories import (
     quiet_transformers,
 )
 from rollouts.models.export import save_hf_model
-from rollouts.models.gguf import find_bundled_file, make_gguf_model
-from rollouts.models.lora_files import apply_adapter, find_head, read_base
+from rollouts.models.lora import apply_adapter, find_head, read_base
+from rollouts.models.made import find_bundled_file, make_gguf_model, make_tiny
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
-from rollouts.models.tiny import make_tiny
-from rollouts.models.tokenizers import (
-    check_chat_template_compiles,
-    check_tokenizer_fits,
-    find_turn_end_ids,
-    read_chat_template,
-)
+from rollouts.types import ChatMessage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 HUB_IGNORED = ["original/*", "consolidated*"]  # the same weights in the format of their authors
+CALL = {"type": "function", "id": "abcdef123", "function": {"name": "name", "arguments": {"key": "value"}}}
+# what a template raises: its author's own refusals, and what its expressions meet in the messages
+TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 HUB_WAY_OUT = "check the spelling, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, or give a directory or file"
 
 
@@ -47,7 +47,7 @@ def resolve_model(
     """The directory of a model that is ready to load, with load_hf_model and the same `head`.
 
     "bundled:NAME": converted once from an installed package. "tiny:KIND": random, made from `seed` (see
-    rollouts.models.tiny). A directory: checked. A *.gguf file: converted once. Anything else is a name on the
+    rollouts.models.made). A directory: checked. A *.gguf file: converted once. Anything else is a name on the
     Hugging Face hub, downloaded into the hub's own cache, or
     found there when offline. `cache_dir` replaces where made and converted models are kept. Raises ModelError
     that says what is missing. Blocks: seconds for a conversion, minutes for a download.
@@ -129,14 +129,25 @@ def load_tokenizer(path: Path, *, chat_template: Path | None = None) -> PreTrain
 
     with naming_errors(f"the tokenizer in {path} cannot be loaded"), quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(str(path), **LOCAL)
-    if chat_template is not None:
-        tokenizer.chat_template = read_chat_template(chat_template)
+    if chat_template:
+        way_out = "give the path of a Jinja file"
+        with naming_errors(f"the chat template {chat_template} cannot be read", way_out):
+            tokenizer.chat_template = chat_template.read_text("utf-8")
+        if not tokenizer.chat_template.strip():
+            raise ModelError(f"the chat template {chat_template} is empty; {way_out}")
     if not tokenizer.chat_template:
         raise ModelError(
             f"the tokenizer in {path} has no chat template; use an instruction-tuned model, set"
             " model.chat_template, or put a chat_template.jinja beside it"
         )
-    check_chat_template_compiles(tokenizer, str(chat_template or path))
+    with suppress(*TEMPLATE_ERRORS):  # what it refuses is not looked at: the rows will show what it takes
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ModelError(
+                f"{chat_template or path}: the chat template is no Jinja: line {error.lineno}:"
+                f" {error.message}"
+            ) from error
     stop_ids = stop_token_ids(tokenizer, path)
     if not stop_ids:
         raise ModelError(
@@ -169,7 +180,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int,
     Raises ModelError if the file is not JSON or its ids are not integers.
     """
     own_id: Any = tokenizer.eos_token_id
-    ids = {*find_turn_end_ids(tokenizer), own_id} - {None}
+    ids = find_turn_end_ids(tokenizer) | {own_id} - {None}
     file = path / "generation_config.json"
     if file.is_file():
         with naming_errors(f"{file} cannot be read"):
@@ -178,3 +189,40 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int,
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
         raise ModelError(f"{file} has eos_token_id={sorted(map(str, ids))}; the ids must be integers")
     return tuple(sorted(ids))
+
+
+def find_turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> set[Any]:
+    """Ids of the tokens with which the chat template ends a plain answer, and a tool call where it writes
+    one. Found by writing both, with a system turn before them where it refuses them without one.
+
+    Empty if there is no template, it refuses them, or it ends them with text.
+    """
+    ends = set[str]()
+    for answer in ({"content": "plain answer"}, {"content": "", "tool_calls": [CALL]}):
+        for system in ([], [ChatMessage(role="system", content="system")]):
+            with suppress(DataError, ModelError):
+                question = ChatMessage(role="user", content="question")
+                messages = [*system, question, {"role": "assistant", **answer}]
+                template = make_template(messages, tokenizer, NO_PARAMS, None)
+                prompt = template.render(messages[:-1], add_generation_prompt=True)
+                body = template.render(messages).removeprefix(prompt)
+                end = find_end(body, messages, template)
+                ends |= {end[0]} if end else set()
+                break
+    ids: list[Any] = [tokenizer.convert_tokens_to_ids(end) for end in ends]
+    return {one for one in ids if one not in (None, tokenizer.unk_token_id)}
+
+
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, size: int, where: str) -> None:
+    """Raises ModelError, beginning with `where`, unless every id that the tokenizer can give is one of the
+    `size` that the model has an embedding for. A vocabulary larger than the tokenizer is usual (padded), and
+    fine.
+    """
+    outside = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= size)
+    if outside:
+        first_id, token = outside[0]
+        raise ModelError(
+            f"{where}: the tokenizer's ids reach {outside[-1][0]}, the model's vocabulary has {size} (0 to"
+            f" {size - 1}); the first token outside is {token!r} with id {first_id}; use the tokenizer that"
+            " came with the model"
+        )

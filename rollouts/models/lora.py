@@ -14,28 +14,39 @@ Any number of adapters share a model. Adapters come and go at any time. What `pe
 compute is what we do, so that either reads the other's directories. It is not used itself: its layers take
 the place of the model's, which would rename every weight; rows with adapters of their own cannot train in
 it; and under FSDP its parameters could not come and go.
+
+A directory is as `peft` writes and reads it, and base.json, which names the model:
+
+    adapter_config.json         rank, alpha, targets
+    adapter_model.safetensors   the matrices, float32
+    base.json                   the base model's directory, and the digests of its files
+
+What another program wrote is read if it computes what we compute; if its config asks for more, it is refused.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from rollouts.config.model import ALL_LINEAR, LoraConfig
 from rollouts.errors import ModelError
 from rollouts.models.devices import find_device
-from rollouts.models.directories import compute_model_digests
-from rollouts.models.scalar_head import HEAD, HEAD_WEIGHT, get_scalar_weight, has_scalar_head
-from rollouts.models.sharded import reshard
+from rollouts.models.directories import ADAPTER_CONFIG, ModelHead, compute_model_digests, naming_errors
+from rollouts.models.layers import HEAD, HEAD_WEIGHT, get_scalar_weight, has_scalar_head
+from rollouts.models.sharded import make_meta_model, reshard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,14 +87,13 @@ class Adapter:
     @cached_property
     def weights(self) -> dict[str, nn.Parameter]:
         """Every parameter by its name in PEFT's files."""
-        found: dict[str, nn.Parameter] = {}
+        found = {}
         for name, pair in self.pairs.items():
             path = self.of.places[name].path
             # PEFT wraps a module once for each of its stacks, so the first is the innermost
             stacks = [other for other in self.pairs if self.of.places[other].path == path]
-            inner = "base_layer." * (len(stacks) - 1 - stacks.index(name))
-            for kind, weight in zip("AB", pair, strict=True):
-                found[f"{PREFIX}{path}.{inner}lora_{kind}.weight"] = weight
+            module = f"{PREFIX}{path}.{'base_layer.' * (len(stacks) - 1 - stacks.index(name))}"
+            found |= {f"{module}lora_A.weight": pair.a, f"{module}lora_B.weight": pair.b}
         return found if self.head is None else found | {PREFIX + HEAD_WEIGHT: self.head}
 
     @property
@@ -110,8 +120,12 @@ class Adapter:
         return self.scale * (delta.transpose(-2, -1) if place.turned else delta)
 
 
-Routes = Sequence[tuple[Adapter, Tensor | None]]
-"""Active adapters, each with the rows [N] of the layers' input that go through it; None: all."""
+Trained: TypeAlias = "PreTrainedModel | Adapter"
+"""What training is about."""
+Routes = Sequence[tuple[Adapter, Tensor | slice | None]]
+"""Active adapters, each with the rows [N] of the layers' input that go through it; None: all. Slices are of
+the tokens of a packed row, [1, S, …]: one behind the other, all of them.
+"""
 
 
 @dataclass(eq=False)
@@ -137,13 +151,13 @@ def prepare_places(model: PreTrainedModel, base: Path) -> None:
     for path, module in model.named_modules():
         conv = type(module).__name__ == "Conv1D"  # a linear layer of GPT-2's
         for name, weight in module.named_parameters(recurse=False):
-            if EXPERTS in path and weight.ndim == 3:
-                turned = bool(getattr(module, "is_transposed", False))
-                rows, columns = weight.shape[:0:-1] if turned else weight.shape[1:]
-                places[f"{path}.{name}"] = Place(module, path, name, len(weight), rows, columns, turned)
-            elif name == "weight" and (conv or isinstance(module, nn.Linear)) and module not in heads:
-                rows, columns = weight.shape[::-1] if conv else weight.shape
-                places[path] = Place(module, path, name, None, rows, columns, conv)
+            stack = EXPERTS in path and weight.ndim == 3
+            linears = name == "weight" and (conv or isinstance(module, nn.Linear)) and module not in heads
+            if stack or linears:
+                turned = bool(getattr(module, "is_transposed", False)) if stack else conv
+                rows, columns = (weight.mT if turned else weight).shape[-2:]
+                experts, place = (len(weight), f"{path}.{name}") if stack else (None, path)
+                places[place] = Place(module, path, name, experts, rows, columns, turned)
     setattr(model, ADAPTERS, Adapters(base, compute_model_digests(base), model.config, places))
 
 
@@ -152,25 +166,19 @@ def find_adapters(model: nn.Module) -> Adapters | None:
     return getattr(model, ADAPTERS, None)
 
 
-def check_places(adapter: Adapter, model: nn.Module) -> None:
-    """Raises ModelError for an adapter of another model, which would do nothing in this one."""
-    if adapter.of is not find_adapters(model):
-        raise ModelError(f"it is an adapter of another model, the one of {adapter.of.base}")
-
-
 def choose_places(model: nn.Module, targets: Sequence[str]) -> list[str]:
     """The places that the targets name, by the rule of PEFT: a whole name, or the end of one behind a dot.
     Raises ModelError for a target that names none.
     """
     places: Mapping[str, Place] = getattr(model, ADAPTERS).places
-    chosen: set[str] = set()
+    chosen = set[str]()
     for target in targets:
         found = {name for name in places if target == ALL_LINEAR or f".{name}".endswith(f".{target}")}
         if not found:
-            ends = ", ".join(sorted({name.rpartition(".")[2] for name in places}))
             raise ModelError(
                 f"model.lora.targets has {target!r}, which is no linear layer or stack of experts of"
-                f" {type(model).__name__}; it has {ends}"
+                f" {type(model).__name__}; it has"
+                f" {', '.join(sorted({name.rpartition('.')[2] for name in places}))}"
             )
         chosen |= found
     return [name for name in places if name in chosen]
@@ -185,10 +193,10 @@ def make_adapter(
     Each rank of several has all of it. Raises ModelError as choose_places.
     """
     adapters = find_adapters(model)
-    if adapters is None:
+    if not adapters:
         raise ModelError("the model was loaded without room for adapters; open its backend with `lora`")
     generator, dtype, device = torch.Generator().manual_seed(seed), model.dtype, find_device(model)
-    pairs: dict[str, Pair] = {}
+    pairs = {}
     for name in choose_places(model, config.targets):
         place = adapters.places[name]
         rank, bound = config.rank * (place.experts or 1), 1 / math.sqrt(place.columns)
@@ -227,7 +235,15 @@ def _add_to_output(
     adapters: Adapters, name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
 ) -> Tensor:
     adapters.reached.add(name)
+    if sizes := [rows.stop - rows.start for _, rows in adapters.active if isinstance(rows, slice)]:
+        parts = [*output.split(sizes, -2)]
+        for index, states in enumerate(inputs[0].split(sizes, -2)):
+            adapter, _ = adapters.active[index]
+            if pair := adapter.pairs.get(name):
+                parts[index] = parts[index] + linear(linear(states, pair.a) * adapter.scale, pair.b)
+        return torch.cat(parts, -2)
     for adapter, rows in adapters.active:
+        assert not isinstance(rows, slice)
         if pair := adapter.pairs.get(name):
             states = inputs[0] if rows is None else inputs[0][rows]
             if adapters.training and adapter.config.dropout:
@@ -253,7 +269,7 @@ def check_reached(adapter: Adapter) -> None:
 def use_adapters(model: nn.Module, routes: Routes, *, training: bool = False) -> Iterator[None]:
     """Inside, these adapters of the model are active, and no others; with their dropout, if `training`."""
     adapters = find_adapters(model)
-    if adapters is None:
+    if not adapters:
         yield
         return
     for adapter, _ in routes:
@@ -278,17 +294,15 @@ def list_trained(trained: nn.Module | Adapter) -> dict[str, nn.Parameter]:
 
 def copy_adapter(adapter: Adapter) -> Adapter:
     """The same values in memory of its own, which does not train."""
-    pairs = {name: Pair(*map(_freeze_copy, pair)) for name, pair in adapter.pairs.items()}
-    return replace(adapter, pairs=pairs, head=None if adapter.head is None else _freeze_copy(adapter.head))
-
-
-def _freeze_copy(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(weight.detach().clone(), requires_grad=False)
+    own = replace(adapter, pairs=deepcopy(adapter.pairs), head=deepcopy(adapter.head))
+    for weight in own.weights.values():
+        weight.requires_grad_(False)
+    return own
 
 
 def route_all(adapter: Adapter | None) -> Routes:
     """Every row through one adapter; None: the model as it is."""
-    return [] if adapter is None else [(adapter, None)]
+    return [(adapter, None)] if adapter else []
 
 
 def find_scalar_weight(model: nn.Module) -> Tensor:
@@ -308,3 +322,170 @@ def merge_adapter(adapter: Adapter) -> None:
         weight = place.module._parameters[place.weight]
         assert weight is not None, f"{name} is quantised"
         weight.add_(adapter.compute_delta(name))
+
+
+# --- on disk ------------------------------------------------------------------------------------------------
+
+
+WEIGHTS_FILE, BASE_FILE = "adapter_model.safetensors", "base.json"
+MEASURED = ("score_mean", "score_std")  # what the stage reward_model adds to a model's config
+NAMES_SHOWN = 3
+HEADS = {HEAD, "classifier"}  # what PEFT saves of a model that scores: whichever the model has
+# settings of PEFT that change nothing of what an adapter computes once it is there, and those that are read
+HARMLESS = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "lora_dropout",
+    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "task_type",
+    "r", "lora_alpha", "target_modules", "target_parameters", "modules_to_save", "fan_in_fan_out",
+}  # fmt: skip
+
+
+def write_adapter_config(adapter: Adapter, path: Path) -> None:
+    """All of an adapter's directory but its weights. Raises OSError."""
+    path.mkdir(parents=True, exist_ok=True)
+    of = adapter.of
+    stacks = sorted(name for name in adapter.pairs if of.places[name].experts)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if adapter.head is None else "SEQ_CLS",
+        "base_model_name_or_path": str(of.base),
+        "inference_mode": True,
+        "r": adapter.config.rank,
+        "lora_alpha": adapter.config.alpha,
+        "lora_dropout": adapter.config.dropout,
+        "bias": "none",
+        "fan_in_fan_out": any(of.places[name].turned for name in adapter.pairs.keys() - stacks),
+        "target_modules": adapter.target_modules,
+        "target_parameters": stacks or None,
+        "modules_to_save": None if adapter.head is None else [HEAD],
+    }
+    # of a reward model of scores
+    measured = {name: one for name in MEASURED if (one := getattr(of.model_config, name, None)) is not None}
+    base = {"path": str(of.base), "files": dict(of.digests), "config": measured}
+    for name, content in ((ADAPTER_CONFIG, config), (BASE_FILE, base)):
+        (path / name).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+
+
+def read_adapter_config(path: Path) -> LoraConfig:
+    """What an adapter's directory says of it. Raises ModelError if that cannot be read, or asks for what is
+    not computed here.
+    """
+    file = path / ADAPTER_CONFIG
+    with naming_errors(f"{file} cannot be read"):
+        config = json.loads(file.read_text("utf-8"))
+        odd = {name: value for name, value in config.items() if value and name not in HARMLESS}
+        if config.get("bias") == "none":
+            del odd["bias"]
+        scaled = odd.pop("use_rslora", False)
+        if config["peft_type"] != "LORA" or odd or set(config.get("modules_to_save") or ()) - HEADS:
+            raise ModelError(
+                f"{file} asks for {odd or config.get('modules_to_save')} (peft_type={config['peft_type']!r}),"
+                " which is not computed here; use a plain LoRA adapter"
+            )
+        modules, rank = config.get("target_modules") or (), config["r"]
+        targets = [modules] if isinstance(modules, str) else [*modules]
+        return LoraConfig(
+            rank=rank,
+            # of rsLoRA: alpha / √rank
+            alpha=float(config["lora_alpha"]) * (rank**0.5 if scaled else 1),
+            targets=sorted({*targets, *(config.get("target_parameters") or ())}),
+        )
+
+
+def load_adapter(adapter: Adapter, path: Path) -> None:
+    """Gives the adapter the weights in a directory. Raises ModelError, before anything is changed, for one of
+    another base, rank, alpha or targets.
+    """
+    config, own = read_adapter_config(path), adapter.config
+    for name in ("rank", "alpha"):
+        if getattr(config, name) != getattr(own, name):
+            raise ModelError(
+                f"{path} has {name} {getattr(config, name):g}, and model.lora.{name}={getattr(own, name):g};"
+                " set it to the former"
+            )
+    base = read_base(path)
+    if base.files is not None and base.files != adapter.of.digests:
+        raise ModelError(
+            f"{path} is an adapter of the model that was at {base.path}; that at {adapter.of.base} has other"
+            " files (base.json has their digests); use the model that it was trained on"
+        )
+    found, weights = read_adapter_weights(path), adapter.weights
+    head = PREFIX + HEAD_WEIGHT
+    if adapter.head is None:
+        found.pop(head, None)
+    else:
+        found.setdefault(head, adapter.head)  # a new one, as it is
+    wrong = sorted(
+        name
+        for name in {*found, *weights}
+        if name not in found or name not in weights or found[name].shape != weights[name].shape
+    )
+    if wrong:
+        raise ModelError(
+            f"{path} and model.lora.targets={own.targets} do not fit: {len(wrong)} weights are of one of them"
+            f" only or of another shape, {', '.join(wrong[:NAMES_SHOWN])}; its own targets are"
+            f" {config.targets}"
+        )
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(found[name])
+
+
+def read_adapter_weights(path: Path) -> dict[str, Tensor]:
+    """Every matrix by its name in the file. Raises ModelError."""
+    with naming_errors(f"{path / WEIGHTS_FILE} cannot be read"):
+        return load_file(path / WEIGHTS_FILE)
+
+
+def count_adapter(config: LoraConfig, base: Path) -> int:
+    """Parameters of an adapter of the model in `base`, of which no weights are loaded. Raises ModelError
+    unless the config, and the adapter that it starts from, fit that model.
+    """
+    model = make_meta_model(base, dtype=torch.float32, head="tokens")
+    prepare_places(model, base)
+    adapter = make_adapter(model, config)
+    if config.init_from:
+        load_adapter(adapter, Path(config.init_from))
+    return sum(weight.numel() for weight in adapter.weights.values())
+
+
+def find_head(path: Path) -> ModelHead:
+    """Which head the model with the adapter in `path` has. Raises ModelError."""
+    return "scalar" if PREFIX + HEAD_WEIGHT in read_adapter_weights(path) else "tokens"
+
+
+class Base(NamedTuple):
+    """What an adapter's directory says of its model."""
+
+    path: Path
+    files: Mapping[str, str] | None = None  # their digests; None: another program wrote it
+    config: Mapping[str, Any] = {}  # what its training added to the model's config
+
+
+def read_base(path: Path) -> Base:
+    """Raises ModelError."""
+    with naming_errors(f"{path} cannot be read as an adapter"):
+        if (path / BASE_FILE).is_file():
+            content = json.loads((path / BASE_FILE).read_text("utf-8"))
+            return Base(Path(content["path"]), content["files"], content["config"])
+        return Base(Path(json.loads((path / ADAPTER_CONFIG).read_text("utf-8"))["base_model_name_or_path"]))
+
+
+def read_adapter(model: PreTrainedModel, path: Path, *, scalar: bool = False) -> Adapter:
+    """A new adapter of a model with prepare_places, as a directory has it. Raises ModelError."""
+    adapter = make_adapter(model, read_adapter_config(path), scalar=scalar)
+    load_adapter(adapter, path)
+    return adapter
+
+
+def apply_adapter(model: PreTrainedModel, path: Path) -> None:
+    """Adds the adapter in `path`, and its scalar head where both have one, to the weights of its model.
+    Raises ModelError.
+    """
+    base = read_base(path)
+    prepare_places(model, base.path)
+    adapter = read_adapter(model, path, scalar=has_scalar_head(model) and find_head(path) == "scalar")
+    merge_adapter(adapter)
+    if adapter.head is not None:
+        with torch.no_grad():
+            get_scalar_weight(model).copy_(adapter.head)
+    model.config.update(dict(base.config))

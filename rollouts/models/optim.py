@@ -19,11 +19,8 @@ def create_adamw_optimizer(trained: torch.nn.Module | Adapter, config: OptimConf
     if not parameters:
         raise ValueError("the model has no parameter with requires_grad=True; there is nothing to optimize")
     groups = [
-        {
-            "params": [parameter for parameter in parameters if parameter.ndim >= 2],
-            "weight_decay": config.weight_decay,
-        },
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+        {"params": [one for one in parameters if (one.ndim >= 2) == matrices], "weight_decay": decay}
+        for matrices, decay in ((True, config.weight_decay), (False, 0.0))
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, config.beta2), eps=1e-8, fused=True)
 

@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,6 +64,7 @@ class PackedRow:
     subtree_end: IntArray  # [S] first node after the subtree
     depths: IntArray  # [S] position ids
     tile: int = TILE
+    fences: tuple[int, ...] = ()  # see MicroBatch
     # by the layers' window: pieces, or an accelerator's mask of blocks; empty until a layer reads it
     made: dict[int | None, Any] = field(default_factory=dict)
 
@@ -79,14 +80,14 @@ def find_pieces(row: PackedRow, window: int | None, dtype: torch.dtype) -> list[
     A node's piece on the diagonal comes before the others that have it as a query. The square of the row is
     cut where subtrees end and where a sequence branches; then what lies below the diagonal is visible as a
     whole or not at all, but for the edge of a window. Subtrees side by side of at most `tile` nodes together
-    share one masked square.
+    share one masked square, where one's values that are not finite reach the others: not beyond a fence.
     """
     ends, depths, tile = row.subtree_end, row.depths, row.tile
     nodes, reach = np.arange(1, len(ends)), math.inf if window is None else window
     only_child = (ends[1:] == ends[:-1]) & (nodes < ends[:-1])  # of the node before
     branches = np.append(nodes[~only_child], len(ends))  # where an unbranched run of nodes ends
-    row_square = slice(0, len(ends))
-    pieces, blocks = list[Piece](), [(row_square, row_square)]
+    parts = [slice(*edges) for edges in pairwise((0, *row.fences, len(ends)))]
+    pieces, blocks = list[Piece](), [(part, part) for part in parts]
     while blocks:
         queries, keys = blocks.pop()
         first, end, cut = queries.start, queries.stop, queries.stop
@@ -149,8 +150,9 @@ class _Pieces(torch.autograd.Function):
         log_sum = torch.empty((1, count, heads), dtype=wide).transpose(1, 2)
         merged = torch.empty((1, count, heads, size), dtype=wide).transpose(1, 2)
         for piece in pieces:
-            inputs = piece.cut(query, key, value)
-            found, own_sum = kernel(*inputs, 0.0, piece.causal, attn_mask=piece.mask, scale=scale)
+            found, own_sum = kernel(
+                *piece.cut(query, key, value), 0.0, piece.causal, attn_mask=piece.mask, scale=scale
+            )
             if piece.queries == piece.keys:  # these come first, and cover all queries
                 merged[:, :, piece.queries], log_sum[:, :, piece.queries] = found, own_sum
                 continue
@@ -184,8 +186,7 @@ def make_block_mask(row: PackedRow, window: int | None, device: torch.device) ->
     """What FlexAttention computes of a row. Not on a GPU, it holds one number for each pair of nodes."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    arrays = (row.subtree_end, row.depths)
-    ends, depths = (torch.from_numpy(values).to(device, torch.int32) for values in arrays)
+    ends, depths = (torch.from_numpy(one).to(device, torch.int32) for one in (row.subtree_end, row.depths))
 
     def visible(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = (j <= i) & (i < ends[j])
@@ -246,16 +247,15 @@ def register_packed_attention() -> None:
     # pieces differ from row to row; every row would be a program
     run: Any = torch.compiler.disable(attend_packed)
 
-    def attend(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *inputs: Any, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """inputs: the module, queries, keys, values, a mask."""
         row = options.pop(ARGUMENT, None)
         if row is None:
-            return before(module, query, key, value, *inputs, **options)
+            return before(*inputs, **options)
         asked = [name for name in UNKNOWN if options.get(name) is not None]
         if asked := asked + ["dropout"] * bool(options.get("dropout")):
             raise ValueError(f"attention of packed rows knows no {', '.join(asked)}")
         window, scale = options.get("sliding_window"), options.get("scaling")
-        return run(query, key, value, row, window=window, scale=scale), None
+        return run(*inputs[1:4], row, window=window, scale=scale), None
 
     AttentionInterface.register("sdpa", attend)

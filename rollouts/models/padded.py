@@ -8,7 +8,7 @@ written by hand.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from numpy.typing import NDArray
@@ -16,20 +16,12 @@ from torch import Tensor
 
 from rollouts.data.packing import make_micro_batches
 from rollouts.losses.inputs import LossInputs
-from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_outputs, plan_plainly
+from rollouts.losses.logprobs import LinearLogProbs
+from rollouts.models.forward_plan import ForwardPlan, compute_micro_batch_outputs, plan_plainly
 from rollouts.types import LOSS_FIELDS, RolloutBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-class TokenLogProbs(NamedTuple):
-    """Both [B, T], float32, in nats; position t is about token t given the tokens before it, and 0 where the
-    mask is 0.
-    """
-
-    log_probs: Tensor  # with gradient, if grad mode is on
-    entropy: Tensor  # of the whole distribution; with gradient only if it was asked for
 
 
 def pad_rows(rows: Sequence[NDArray[Any]], *, device: torch.device | None = None) -> Tensor:
@@ -49,9 +41,12 @@ def compute_token_log_probs(
     temperature: float = 1.0,
     plan: ForwardPlan | None = None,
     entropy_gradient: bool = False,
-) -> TokenLogProbs:
+) -> LinearLogProbs:
     """Log-probs of the masked tokens of right-padded input_ids [B, T], mask [B, T] bool, under softmax(logits
-    / temperature).
+    / temperature), and entropies of that distribution.
+
+    Both [B, T], float32, in nats; position t is about token t given the tokens before it, and 0 where the
+    mask is 0. Log-probs have a gradient, if grad mode is on; entropies only if it was asked for.
 
     Of a model with a scalar head: its values before these tokens, and entropies of 0. Without a plan, from
     the model's logits at every position: right for every causal model, and B·T·V numbers. With the plan of
@@ -83,7 +78,7 @@ def compute_token_log_probs(
         log_probs = log_probs.index_put((rows, positions), found.log_probs[pairs].float())
         if found.entropy is not None:
             entropy = entropy.index_put((rows, positions), found.entropy[pairs].float())
-    return TokenLogProbs(log_probs, entropy)
+    return LinearLogProbs(log_probs, entropy)
 
 
 def make_loss_inputs(

@@ -5,10 +5,10 @@ log-probs out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollouts.errors import RequestRefused
-from rollouts.models.decoding.batch import DecodeBatch, Row, open_decoder
+from rollouts.models.decoding.batch import Row, open_decoder
 from rollouts.models.draws import make_draw
 from rollouts.models.limits import check_request, find_context_limit, find_rotary_limit
 from rollouts.types import Completion, GenerateRequest
@@ -39,12 +39,11 @@ def sample_completions(
     """
     if not requests:
         return []
-    embeddings: Any = model.get_input_embeddings()
     context, rotary = find_context_limit(model.config) or UNLIMITED, find_rotary_limit(model.config)
     limit = context if rotary is None else min(context, rotary.tokens)
     seen = set[str]()
     for request in requests:
-        check_request(request, vocab_size=len(embeddings.weight), max_context=limit)
+        check_request(request, vocab_size=model.config.get_text_config().vocab_size, max_context=limit)
         if request.request_id in seen:
             raise RequestRefused(
                 f"request {request.request_id!r} is there twice; both would draw the same tokens: give every"
@@ -52,10 +51,10 @@ def sample_completions(
             )
         seen.add(request.request_id)
     longest = max(len(one.prompt_ids) + one.sampling.max_new_tokens for one in requests)
-    opened = open_decoder(model, max_context=longest, max_rows=len(requests), compiled=False)
+    batch = open_decoder(model, max_context=longest, max_rows=len(requests), compiled=False)
+    batch.kept_bytes = 0  # no row comes later
     rows = [Row(request, make_draw(seed, request)) for request in requests]
-    batch = DecodeBatch(opened.whole, opened.decoder)
-    with opened.whole.computing():
+    with batch.whole.computing():
         batch.admit(rows, weight_version)
         batch.take_ended()
         while batch.rows:

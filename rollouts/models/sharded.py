@@ -32,14 +32,13 @@ from rollouts.models.directories import (
     FileTensor,
     ModelHead,
     check_model_directory,
-    describe_error,
     find_class,
     has_own_scalar_head,
     list_tensors,
     naming_errors,
     quiet_transformers,
 )
-from rollouts.models.scalar_head import HEAD_WEIGHT, get_scalar_weight, has_scalar_head
+from rollouts.models.layers import HEAD_WEIGHT, get_scalar_weight, has_scalar_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,8 +63,7 @@ def make_meta_model(path: Path, *, dtype: torch.dtype, head: ModelHead) -> PreTr
 
     check_model_directory(path)
     name, written = find_class(path, head)
-    auto = transformers.AutoModelForCausalLM
-    labels: dict[str, Any] = {}
+    auto, labels = transformers.AutoModelForCausalLM, {}
     if head == "scalar":
         auto = transformers.AutoModelForSequenceClassification
         labels = {} if name in written["architectures"] else {"num_labels": 1}
@@ -147,25 +145,31 @@ def load_sharded_weights(
     path: Path,
     *,
     device: torch.device | str = "cpu",
-    buffer_device: torch.device | str | None = None,
+    offload: bool = False,
     new_head: bool = False,
 ) -> None:
     """Fills a model, sharded or not, with the weights in a directory; this rank reads its own slices.
 
-    A model on the meta device gets memory on `device`, for buffers on `buffer_device` where that is another
-    (parameters offloaded to the CPU); parameters that have memory stay the same objects. new_head: a scalar
-    head becomes 0 where the directory is a causal model's. Raises ModelError, the same on every rank and
-    before anything is changed, naming weights that are missing, unknown, misshapen or laid out in a way that
-    is not known; a disk that fails later may raise on one rank only. Call it on every rank; it does not
-    communicate.
+    A model on the meta device gets memory on `device`, but on the CPU for parameters that are offloaded;
+    parameters that have memory stay the same objects. new_head: a scalar head becomes 0 where the directory
+    is a causal model's. Raises ModelError, the same on every rank and before anything is changed, naming
+    weights that are missing, unknown, misshapen or laid out in a way that is not known; a disk that fails
+    later may raise on one rank only. Call it on every rank; it does not communicate.
     """
     reshard(model)
     new = (HEAD_WEIGHT,) if new_head and has_scalar_head(model) and not has_own_scalar_head(path) else ()
     groups, used_conversions = plan_weights(model, path, new=new)
     for weight in model.parameters():
         compute_local_slices(weight)
+
+    def place(tensor: Tensor) -> Tensor:
+        target = "cpu" if offload and isinstance(tensor, DTensor | torch.nn.Parameter) else device
+        return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
+
     if any(weight.is_meta for weight in model.parameters()):
-        _materialize(model, torch.device(device), torch.device(buffer_device or device))
+        model._apply(place)
+        # where a model is not sharded, each name has a new parameter
+        model.tie_weights(recompute_mapping=False)
     weights, aliases = list_weights(model)
     with torch.no_grad():
         for name in new:
@@ -181,28 +185,17 @@ def load_sharded_weights(
     cast(Any, model)._weight_conversions = used_conversions
 
 
-def _materialize(model: PreTrainedModel, device: torch.device, buffer_device: torch.device) -> None:
-    """Memory for what is on the meta device; everything else moves, with its values."""
-
-    def place(tensor: Tensor) -> Tensor:
-        target = device if isinstance(tensor, DTensor | torch.nn.Parameter) else buffer_device
-        return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
-
-    _, tied = list_weights(model)
-    model._apply(place)
-    for alias, name in tied.items():  # where a model is not sharded, torch makes a new parameter of each name
-        path, _, attribute = alias.rpartition(".")
-        setattr(model.get_submodule(path), attribute, model.get_parameter(name))
-
-
 def list_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(parameters and buffers that files hold, by name; other names of tied ones → the name among the
     first).
     """
     weights: dict[str, Tensor] = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in weights.items()}
-    every = model.named_parameters(remove_duplicate=False)
-    aliases = {name: names[id(parameter)] for name, parameter in every if name not in weights}
+    aliases = {
+        name: names[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name not in weights
+    }
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -241,8 +234,8 @@ def plan_weights(
     # fresh copies, for transformers notes in them what they were used for
     conversions = copy.deepcopy(known) if known is not None else get_model_conversion_mapping(model)
     groups, unknown = _group(model, list_tensors(path), conversions, {*weights, *aliases})
-    shapes: dict[str, tuple[int, ...]] = {}
-    first_sources: dict[str, FileTensor] = {}
+    shapes = {}
+    first_sources = {}
     for group in groups:
         empty = {source: torch.empty(source.shape, device="meta") for source in group.sources}
         for name, tensor in convert_group(model, group, empty).items():
@@ -288,8 +281,8 @@ def _group(
     converters = [one for one in conversions if isinstance(one, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix, meta = model.base_model_prefix, dict.fromkeys(known, True)
-    groups: dict[str, WeightGroup] = {}
-    unknown: list[str] = []
+    groups = {}
+    unknown = []
     for tensor in sorted(tensors, key=lambda tensor: loading.dot_natural_key(tensor.name)):
         name, pattern = loading.rename_source_key(tensor.name, renamings, converters, prefix, meta)
         if name not in known and tensor.name in known:
@@ -319,14 +312,11 @@ def convert_group(
     converter = copy.deepcopy(group.converter)
     for sources in converter.collected_tensors.values():
         sources[:] = [tensors[source] for source in sources]
-    try:
-        made = converter.convert(group.target, model=model, config=model.config)
     # transformers' operations raise whatever torch does with tensors that do not fit together
-    except Exception as error:
-        raise ModelError(
-            f"{group.sources[0].name} … {group.sources[-1].name} cannot be made into {group.target}"
-            f" ({describe_error(error)}); copy the model directory again"
-        ) from error
+    with naming_errors(
+        f"{group.sources[0].name} … {group.sources[-1].name} cannot be made into {group.target}"
+    ):
+        made = converter.convert(group.target, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
@@ -338,7 +328,7 @@ def read_tensors(
     Each file is opened for this reading alone: what was read through a mapping counts as this process's
     memory until it is closed.
     """
-    found: dict[FileTensor, Tensor] = {}
+    found = {}
     for path in {source.file for source in sources}:
         with naming_errors(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
             for source in sources:

@@ -12,16 +12,18 @@ import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
+import msgspec
 
 from rollouts.checkpoints.load import check_checkpoint
 from rollouts.config.load import load_recorded
 from rollouts.config.schema import PreferenceTrainingConfig, RLTrainingConfig, RunConfig
+from rollouts.config.secrets import flatten
 from rollouts.config.spelling import did_you_mean
 from rollouts.config.tables import AlertConfig, EngineConfig
-from rollouts.engines.open import find_server_python, read_api_key
+from rollouts.engines.processes import find_server_python, read_api_key
 from rollouts.errors import ConfigError, ModelError
 from rollouts.loops.algorithm import check_algorithms, needs_reference
 from rollouts.metrics.jsonl import iterate_rows
@@ -31,6 +33,10 @@ from rollouts.preflight.findings import Findings
 from rollouts.preflight.functions import Functions, load_functions
 from rollouts.preflight.rows import PreparedRows, Rows, count_epochs, load_all_rows, prepare_rows
 from rollouts.run_dir import RunDir, find_activity, list_parts, parse_step
+
+if TYPE_CHECKING:
+    from rollouts.models.directories import ModelHead
+    from rollouts.reference.server import ServerKind
 
 ANSWER_S = 10.0  # for each question to a server
 # read-only paths: what tells the version, and what is guarded as control calls are
@@ -60,7 +66,7 @@ def prepare_run(config: RunConfig, stages: Sequence[str], run_dir: RunDir, findi
     run's config has steps in place of epochs.
     """
     from rollouts.models.load import load_tokenizer, resolve_model
-    from rollouts.models.lora_files import count_adapter
+    from rollouts.models.lora import count_adapter
 
     rows = load_all_rows(config, stages, findings)
     functions = load_functions(config, stages, findings)
@@ -77,8 +83,8 @@ def prepare_run(config: RunConfig, stages: Sequence[str], run_dir: RunDir, findi
         template = config.model.chat_template
         run.tokenizer = load_tokenizer(run.base_model, chat_template=Path(template) if template else None)
         if config.eval and (name := config.eval.against):
-            run.against = resolve_model(name, seed=config.seed)
-            check_tokens(run.against, "eval.against", run.tokenizer)
+            against = resolve_model(name, seed=config.seed)
+            run.against = check_tokens(against, "eval.against", run.tokenizer)
         run.prepared = prepare_rows(config, rows, run.tokenizer, context_length, findings)
         if config.model.lora:
             with findings.reporting("model.lora"):
@@ -86,20 +92,24 @@ def prepare_run(config: RunConfig, stages: Sequence[str], run_dir: RunDir, findi
         with findings.reporting("output.dir"):
             saved = load_recorded(run_dir.config) if run_dir.config.exists() else None
             run.config = count_epochs(config, rows, run.prepared, saved, findings)
+        rl, where = config.rl if "rl" in stages else None, config.reference.where
+        with findings.reporting("reference.where"):
+            if where != "trainer" and ("preference" in stages or (rl and needs_reference(rl))):
+                check_served("reference.where", where, run.tokenizer)
         with findings.reporting("rl"):
             check_reward_models(run.config, stages, run_dir, run.tokenizer)
         with findings.reporting("rl.distillation"):
-            run.teacher = find_teacher(config, stages, run.tokenizer)
+            asked = rl and rl.distillation
+            if asked and asked.on_server:
+                check_served(TEACHER, asked.teacher, run.tokenizer)
+            elif asked and asked.teacher not in OWN:
+                teacher = _find_model(config, TEACHER, asked.teacher)
+                run.teacher = check_tokens(teacher, TEACHER, run.tokenizer)
     return run
 
 
 def look_at_run(
-    config: RunConfig,
-    stages: Sequence[str],
-    run_dir: RunDir,
-    findings: Findings,
-    *,
-    local_ranks: int,
+    config: RunConfig, stages: Sequence[str], run_dir: RunDir, findings: Findings, *, local_ranks: int
 ) -> PreparedRun:
     """What prepare_run reads; beside what is wrong with it, `findings` has device, memory and work.
     `local_ranks` processes of the run are on this machine.
@@ -113,27 +123,31 @@ def look_at_run(
         findings.note("ok", "model.device", "on the CPU" if gpu_bytes is None else "on a GPU")
     present = [stage for stage in stages if getattr(config, stage)]
     with findings.reporting("memory"):
-        size = read_model_size(run.base_model) if run.tokenizer else None
-        if size and (lora := config.model.lora):
-            frozen = count_bytes_by_headers(run.base_model, lora.base)
-            size = size._replace(adapter=run.adapter_parameters, base_bytes=frozen)
-        teacher = read_model_size(run.teacher) if run.teacher else None
-        if size:
-            for stage in present:
-                findings += estimate_memory(run.config, stage, run.prepared, size, gpu_bytes, teacher=teacher)
-        elif run.tokenizer:
-            findings.note(
-                "ok",
-                "memory",
-                "not estimated: config.json or the weight files do not say how large the model is",
-            )
+        if run.tokenizer:
+            size = read_model_size(run.base_model)
+            if size and (lora := config.model.lora):
+                frozen = count_bytes_by_headers(run.base_model, lora.base)
+                size = size._replace(adapter=run.adapter_parameters, base_bytes=frozen)
+            teacher = read_model_size(run.teacher) if run.teacher else None
+            if size:
+                for stage in present:
+                    findings += estimate_memory(
+                        run.config, stage, run.prepared, size, gpu_bytes, teacher=teacher
+                    )
+            else:
+                findings.note(
+                    "ok",
+                    "memory",
+                    "not estimated: config.json or the weight files do not say how large the model is",
+                )
     estimate_work(run.config, present, run.rows, findings)
     return run
 
 
 def check_losses(config: RunConfig, stages: Sequence[str], findings: Findings) -> None:
     """Reports what check_loss raises, and warns of, for the stages that name a loss."""
-    for stage, section in (("preference", config.preference), ("rl", config.rl)):
+    for stage in ("preference", "rl"):
+        section = getattr(config, stage)
         with findings.reporting(f"{stage}.loss"):
             if section and stage in stages:
                 for warning in check_loss(section):
@@ -152,7 +166,7 @@ def check_loss(config: RLTrainingConfig | PreferenceTrainingConfig) -> Collectio
     from rollouts.loops.rl_batch import make_loss_spec
     from rollouts.losses import find_own_unit, try_loss
 
-    warnings: dict[str, None] = {}
+    warnings = {}
 
     def check(settings: RLTrainingConfig) -> None:
         if settings.pairs and settings.loss != "kto":
@@ -188,8 +202,12 @@ def check_alerts(alerts: Sequence[AlertConfig], findings: Findings) -> None:
             if alert.webhook and not os.environ.get(alert.webhook):
                 raise ConfigError(f"{key}.webhook: {alert.webhook} is not set; export it with the URL")
             if find_metric(alert.metric) is None:
-                close = did_you_mean(alert.metric, (metric.name for metric in METRICS))
-                findings.note("warning", key, f"the metric {alert.metric!r} is none of ours{close}")
+                findings.note(
+                    "warning",
+                    key,
+                    f"the metric {alert.metric!r} is none of ours"
+                    f"{did_you_mean(alert.metric, (metric.name for metric in METRICS))}",
+                )
 
 
 # --- servers ------------------------------------------------------------------------------------------------
@@ -209,8 +227,9 @@ def check_servers(config: EngineConfig, findings: Findings) -> None:
                 client.get("/health", headers=headers).raise_for_status()
                 answer = client.get(version_path, headers=headers).raise_for_status()
                 version = re.search(r'"version": *"([ !#-~]{1,40})', answer.text)
-                named = version[1] if version else "of unknown version"
-                findings.note("ok", url, f"{config.kind} {named}, healthy")
+                findings.note(
+                    "ok", url, f"{config.kind} {version[1] if version else 'of unknown version'}, healthy"
+                )
                 is_local = re.match(r"localhost$|::1$|127\.", client.base_url.host)
                 if not is_local and client.get(control).is_success:
                     findings.note(
@@ -235,14 +254,14 @@ def check_written_run(run_dir: RunDir, *, deep: bool) -> Findings:
     """All findings about the files of a run. `deep`: every byte of its checkpoints is read."""
     findings, whole, running = Findings(), 0, find_activity(run_dir).may_go_on
     for path in filter(list_parts, run_dir.row_files):
-        torn: list[str] = []
+        torn = []
         with findings.reporting(path.name):
             count = sum(1 for _ in iterate_rows(path, report=torn.append))
             if torn and not running:
                 findings.note("warning", path.name, f"{count} rows; {torn[0]}; --resume repairs it")
             else:
                 findings.note("ok", path.name, f"{count} rows")
-    for path in sorted(path for path in run_dir.checkpoints.glob("*/*") if path.is_dir()):
+    for path in sorted(filter(Path.is_dir, run_dir.checkpoints.glob("*/*"))):
         subject = str(path.relative_to(run_dir.root))
         if path.name.startswith("damaged-"):
             findings.note("warning", subject, "was damaged and set aside")
@@ -250,8 +269,8 @@ def check_written_run(run_dir: RunDir, *, deep: bool) -> Findings:
             with findings.reporting(subject):
                 check_checkpoint(path, hashes=deep)
                 whole += 1
-    looked = "every byte read and hashed" if deep else "sizes as in the manifest; --deep reads every byte"
     if whole:
+        looked = "every byte read and hashed" if deep else "sizes as in the manifest; --deep reads every byte"
         findings.note("ok", "checkpoints", f"{whole} complete ({looked})")
     else:
         findings.note("warning", "checkpoints", "none: a run that dies now begins anew")
@@ -262,20 +281,62 @@ def check_written_run(run_dir: RunDir, *, deep: bool) -> Findings:
 
 
 STAGE = "stage"  # the name of this run's own reward model
+OTHER_TOKENS = "{} has other tokens than the policy, whose ids it reads; name one with the same tokenizer"
 OWN = ("self", "reference")  # teachers that a run has anyway
 REWARD, CRITIC, TEACHER = "rl.rollout.reward_model", "rl.critic.model", "rl.distillation.teacher"
 
 
-def check_reward_models(config: RunConfig, stages: Sequence[str], run_dir: RunDir, tokenizer: Any) -> None:
-    """Raises as find_scalar_model and check_tokens do, before anything trains, unless RL can have the models
-    that it names. One that the stage reward_model will have trained needs not be there.
+def find_server_kind(setting: str, url: str) -> "ServerKind":
+    """What serves at the value of `setting`: a training service names itself to a call without a key; of the
+    others only vLLM tells its version to anybody. Raises ConfigError for a server that does not answer.
     """
-    rl = config.rl if "rl" in stages else None
-    for setting, name in (
-        (REWARD, rl and rl.rollout.reward_model),
-        (CRITIC, rl and rl.critic and rl.critic.model),
-    ):
-        if name and not (name == STAGE and "reward_model" in stages):
+    from rollouts.reference.server import REALM
+
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/version", timeout=ANSWER_S, trust_env=False)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ConfigError(f"{setting}={url!r} does not answer ({error}); start the server") from error
+    if answer.headers.get("www-authenticate") == REALM:
+        return "rollouts"
+    return "vllm" if answer.is_success else "sglang"
+
+
+def check_served(setting: str, url: str, tokenizer: Any, *, head: "ModelHead" = "tokens") -> None:
+    """Raises ConfigError unless something answers at the value of `setting`, and, of a training service,
+    unless what it serves there has this head and the policy's tokens.
+    """
+    from rollouts.reference.server import Served, digest_vocabulary
+
+    answer = None
+    if find_server_kind(setting, url) != "rollouts":
+        if head == "scalar":
+            raise ConfigError(f"{setting}={url!r} is no training service, which alone serves reward models")
+        return
+    headers = {"x-api-key": read_api_key("rollouts") or ""}
+    try:
+        answer = httpx.get(url, headers=headers, timeout=ANSWER_S, trust_env=False)
+        served = msgspec.json.decode(answer.content, type=Served)
+    except (httpx.HTTPError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"{setting}={url!r} cannot be used: {answer.text[:300] if answer else error}; it ends with"
+            " /references/NAME, and its key is in ROLLOUTS_API_KEY"
+        ) from error
+    if served.head != head:
+        raise ConfigError(f"{setting}={url!r} has a head of {served.head!r}; it takes one of {head!r}")
+    if served.vocabulary != digest_vocabulary(tokenizer):
+        raise ConfigError(OTHER_TOKENS.format(f"{setting}: the model at {url}"))
+
+
+def check_reward_models(config: RunConfig, stages: Sequence[str], run_dir: RunDir, tokenizer: Any) -> None:
+    """Raises as find_scalar_model, check_served and check_tokens do, before anything trains, unless RL can
+    have the models that it names. One that the stage reward_model will have trained needs not be there.
+    """
+    settings = flatten(config.model_dump())
+    for setting in (REWARD, CRITIC) if "rl" in stages else ():
+        name = settings.get(setting, "")
+        if setting == REWARD and config.rollout.scores_on_server:
+            check_served(setting, name, tokenizer, head="scalar")
+        elif name and not (name == STAGE and "reward_model" in stages):
             check_tokens(find_scalar_model(config, run_dir, setting, name), setting, tokenizer)
 
 
@@ -306,18 +367,6 @@ def find_scalar_model(config: RunConfig, run_dir: RunDir, setting: str, name: st
     return path
 
 
-def find_teacher(config: RunConfig, stages: Sequence[str], tokenizer: Any) -> Path | None:
-    """The directory of RL's teacher; None without one, or where it is elsewhere. Raises ModelError if there
-    is no such model, and as check_tokens.
-    """
-    asked = config.rl.distillation if config.rl and "rl" in stages else None
-    if asked is None or asked.on_server or asked.teacher in OWN:
-        return None
-    path = _find_model(config, TEACHER, asked.teacher)
-    check_tokens(path, TEACHER, tokenizer)
-    return path
-
-
 def _find_model(config: RunConfig, setting: str, name: str, **options: Any) -> Path:
     from rollouts.models.load import resolve_model
 
@@ -327,14 +376,12 @@ def _find_model(config: RunConfig, setting: str, name: str, **options: Any) -> P
         raise ModelError(str(error).replace(f"model.name={name!r}", f"{setting}={name!r}")) from error
 
 
-def check_tokens(path: Path, setting: str, tokenizer: Any) -> None:
-    """Raises ConfigError if the model's tokens are not the policy's, whose ids it reads; ModelError if it has
-    no tokenizer.
+def check_tokens(path: Path, setting: str, tokenizer: Any) -> Path:
+    """The path. Raises ConfigError if the model's tokens are not the policy's, whose ids it reads; ModelError
+    if it has no tokenizer.
     """
     from rollouts.models.load import load_tokenizer
 
     if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
-        raise ConfigError(
-            f"{setting}: the model in {path} has other tokens than the policy, whose ids it reads; name one"
-            " with the same tokenizer"
-        )
+        raise ConfigError(OTHER_TOKENS.format(f"{setting}: the model in {path}"))
+    return path

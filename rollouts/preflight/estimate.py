@@ -5,11 +5,8 @@ Memory is an estimate: fixed parts are exact (float32 weights, gradients, two Ad
 a formula for Llama-like layers.
 """
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,10 +91,7 @@ def estimate_memory(
         parts = _trained_parts(size, shards, undoes=undoes) | parts
         return [_compare(subject, parts, gpu_bytes)]
     held = {f"{ranks // shards} x {what}": ranks // shards * n for what, n in whole.items()}
-    return [
-        _compare(subject, parts, gpu_bytes),
-        _compare(f"{stage}: host memory", held, read_free_memory()),
-    ]
+    return [_compare(subject, parts, gpu_bytes), _compare(f"{stage}: host memory", held, read_free_memory())]
 
 
 def _trained_parts(size: ModelSize, shards: int = 1, *, undoes: bool = False) -> dict[str, int]:
@@ -106,10 +100,11 @@ def _trained_parts(size: ModelSize, shards: int = 1, *, undoes: bool = False) ->
     """
     weights = FLOAT_BYTES * (size.adapter or size.parameters // shards)
     share = f" / {shards} ranks" if shards > 1 else ""
-    what = "adapter" if size.adapter else "weights"
     return {
         f"the frozen model{share}": size.base_bytes // shards,
-        f"{what} 4 x {(size.adapter or size.parameters) / 1e6:.4g}M{'' if size.adapter else share}": weights,
+        f"adapter 4 x {size.adapter / 1e6:.4g}M"
+        if size.adapter
+        else f"weights 4 x {size.parameters / 1e6:.4g}M{share}": weights,
         "gradients as much": weights,
         "AdamW twice that": 2 * weights,
         "a copy of weights and moments for kl_limit": undoes * 3 * weights,
@@ -121,18 +116,18 @@ def _other_parts(
 ) -> dict[str, int]:
     """Bytes by what else holds them, each with its formula; 0 for what this stage has not."""
     weights, engine = FLOAT_BYTES * size.parameters, config.engine
-    section: Any = getattr(config, stage)
-    rl = config.rl if stage == "rl" else None
+    section = getattr(config, stage)
+    rl, rollout, is_local = config.rl if stage == "rl" else None, config.rollout, engine.kind == "local"
     rows, sampled, copies = 0, 0, False
     if config.eval and stage != "reward_model":
         rows, sampled = engine.max_rows, config.eval.max_new_tokens
     if rl is not None:
-        step = rl.rollout.num_prompts * lengths.longest_prompt + _samples(rl) * rl.rollout.max_new_tokens
-        started = math.ceil(rl.rollout.over_sampling * _samples(rl))
+        samples = rollout.num_prompts * rollout.samples_per_prompt
+        step = rollout.num_prompts * lengths.longest_prompt + samples * rollout.max_new_tokens
         # servers have theirs
-        rows = min(engine.max_rows, max(rows, started)) if engine.kind == "local" else 0
-        sampled = max(sampled, rl.rollout.max_new_tokens)
-        copies = engine.kind == "local" and (engine.mode == "copied" or config.distributed.ranks > 1)
+        rows = is_local * min(engine.max_rows, max(rows, math.ceil(rollout.over_sampling * samples)))
+        sampled = max(sampled, rollout.max_new_tokens)
+        copies = is_local and (engine.mode == "copied" or config.distributed.ranks > 1)
     else:
         step = _rows_of_step(stage, section) * (lengths.longest_row or section.max_length)
     # beside an adapter's trainer on one rank the engine has the model already
@@ -158,20 +153,18 @@ def _other_parts(
     }
 
 
-def _samples(rl: Any) -> int:
-    return rl.rollout.num_prompts * rl.rollout.samples_per_prompt
-
-
 def _rows_of_step(stage: str, section: Any) -> int:
     """Token rows of a step without generation: of a pair both, of a KTO row the mismatched one too."""
     return section.batch_size * (1 if stage == "sft" or section.loss == "mse" else 2)
 
 
-def _compare(subject: str, parts: Mapping[str, int], free: int | None) -> Finding:
+def _compare(subject: str, parts: dict[str, int], free: int | None) -> Finding:
     total = sum(parts.values())
-    listed = ", ".join(f"{_mib(count)} {what}" for what, count in parts.items() if count)
-    text = f"about {_mib(total)} when every sample has its full length, an estimate: {listed}"
-    text += "" if free is None else f"; {_mib(free)} are free"
+    text = (
+        f"about {_mib(total)} when every sample has its full length, an estimate:"
+        f" {', '.join(f'{_mib(count)} {what}' for what, count in parts.items() if count)}"
+        f"{'' if free is None else f'; {_mib(free)} are free'}"
+    )
     if free is None or total <= free:
         return Finding("ok", subject, text)
     text += ": lower micro_batch_tokens or engine.max_rows, or set model.gradient_checkpointing"
@@ -185,29 +178,33 @@ def _mib(count: int) -> str:
 # --- work ---------------------------------------------------------------------------------------------------
 
 
-def estimate_work(config: RunConfig, stages: Sequence[str], rows: Rows, findings: Findings) -> None:
+def estimate_work(config: RunConfig, stages: list[str], rows: Rows, findings: Findings) -> None:
     """Notes what each stage computes: rows or samples, tokens at most, evaluations."""
     for stage in stages:
-        section: Any = getattr(config, stage)
+        section = getattr(config, stage)
         if not section.steps:  # its epochs could not be counted, for its rows are wrong
             continue
         if stage == "rl":
             drawn, rollout = section.rollout.num_prompts, section.rollout
             each = f"{drawn} prompts x {rollout.samples_per_prompt} samples"
-            again = rollout.replay * rollout.samples_per_prompt
-            tokens = (_samples(section) + again) * rollout.max_new_tokens
+            tokens = (drawn + rollout.replay) * rollout.samples_per_prompt * rollout.max_new_tokens
         else:
             drawn = section.batch_size
             each, tokens = f"{drawn} samples", _rows_of_step(stage, section) * section.max_length
         count = len(rows.list_rows(stage))
-        epochs = f", {section.steps * drawn / count:.3g} times through the rows" if count else ""
-        text = (
-            f"{section.steps} steps of {each}{epochs}; at most {tokens} tokens a step,"
-            f" {math.ceil(tokens / section.micro_batch_tokens)} or more micro-batches at that length"
+        findings.note(
+            "ok",
+            f"{stage}: work",
+            f"{section.steps} steps of {each}"
+            f"{f', {section.steps * drawn / count:.3g} times through the rows' if count else ''}; at most"
+            f" {tokens} tokens a step, {math.ceil(tokens / section.micro_batch_tokens)} or more micro-batches"
+            " at that length",
         )
-        findings.note("ok", f"{stage}: work", text)
     if config.eval and stages:
         prompts, samples = len(rows.held_out), config.eval.samples_per_prompt
-        tokens = prompts * samples * config.eval.max_new_tokens
-        text = f"{prompts} prompts x {samples} samples each time, at most {tokens} tokens"
-        findings.note("ok", "eval: work", text)
+        findings.note(
+            "ok",
+            "eval: work",
+            f"{prompts} prompts x {samples} samples each time, at most"
+            f" {prompts * samples * config.eval.max_new_tokens} tokens",
+        )

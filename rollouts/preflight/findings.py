@@ -1,7 +1,7 @@
 """What a check says: one finding for each thing that was looked at, printed one a line."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -26,7 +26,6 @@ class Findings(list[Finding]):
     """What was found, in order. `raises`: of a run, in which the first error rises."""
 
     def __init__(self, *, raises: bool = False) -> None:
-        super().__init__()
         self.raises = raises
 
     def note(self, level: Level, subject: str, message: str) -> None:
@@ -45,7 +44,7 @@ class Findings(list[Finding]):
 
 
 def print_findings(
-    findings: Iterable[Finding],
+    findings: Findings,
     console: Console,
     *,
     good: str = "nothing stands in the way of this run",
@@ -55,11 +54,11 @@ def print_findings(
     """The exit code: 0 without an error, else 2. Prints the findings and the verdict, in colour where the
     console has it.
     """
-    levels: Counter[str] = Counter()
+    levels = Counter()
     for level, subject, message in findings:
         levels[level] += 1
-        start = (f"{level:<8} ", STYLES[level]), (f"{subject}: ", "bold")
-        console.print(Text.assemble(*start, message.replace("\n", "\n" + " " * 9)), soft_wrap=True)
+        text = Text.assemble((f"{level:<8} ", STYLES[level]), (f"{subject}: ", "bold"))
+        console.print(text.append(message.replace("\n", "\n         ")), soft_wrap=True)
     errors, warnings = levels["error"], levels["warning"]
     verdict = f"{errors} thing{'s' if errors > 1 else ''} {bad}" if errors else good
     noted = f" ({warnings} warning{'s' if warnings > 1 else ''})" if warnings else ""

@@ -8,11 +8,11 @@ call_functions   each is called on a made-up sample
 """
 
 import copy
-import functools
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import field, replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,7 @@ class Functions:
     curriculum: Callable[..., Any] | None = None
     pairs: PairSelector | None = None
     context: Callable[..., Any] | None = None
-    advantages: Mapping[str, AdvantageFn] = field(
-        default_factory=dict
-    )  # by names in rl.advantage, rl.changes
+    advantages: dict[str, AdvantageFn] = field(default_factory=dict)  # by names in rl.advantage, rl.changes
 
 
 def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings) -> Functions:
@@ -88,7 +86,7 @@ def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings)
     def load(key: str, role: str, name: str | None) -> Any:
         with findings.reporting(key):
             if name:
-                known: Any = {"filter": FILTERS, "ranker": RANKERS}.get(role)
+                known = {"filter": FILTERS, "ranker": RANKERS}.get(role)
                 if role == "pairs" and ":" not in name:
                     known = {name: find_pair_selector(name)}
                 function = load_function(name, role=role, built_in=known)
@@ -136,7 +134,7 @@ def load_advantages(config: RLTrainingConfig) -> dict[str, AdvantageFn]:
     """The functions that rl.advantage and rl.changes name, by name. Raises PlugInError if there is none,
     ConfigError if one does not take its parameters; the message names the change.
     """
-    found: dict[str, AdvantageFn] = {}
+    found = {}
 
     def load(settings: RLTrainingConfig) -> None:
         name = settings.advantage
@@ -152,11 +150,7 @@ def load_advantages(config: RLTrainingConfig) -> dict[str, AdvantageFn]:
 
 @asynccontextmanager
 async def open_functions(
-    config: RunConfig,
-    functions: Functions,
-    *,
-    warn: Callable[[str], None],
-    num_workers: int | None = None,
+    config: RunConfig, functions: Functions, *, warn: Callable[[str], None], num_workers: int | None = None
 ) -> AsyncIterator[Functions]:
     """The same functions where they run in a training run, for as long as this is open: sync rewards (at most
     num_workers at once; None: one per core that this process may use), tools and environments in worker
@@ -173,15 +167,13 @@ async def open_functions(
         enter = stack.enter_async_context
         workers = await enter(
             open_workers(
-                count=num_workers or len(os.sched_getaffinity(0)),
-                timeout_s=rollout.reward_timeout_s,
+                count=num_workers or len(os.sched_getaffinity(0)), timeout_s=rollout.reward_timeout_s
             )
         )
         for key, function in running.items():
             if function and not is_async(function):
-                role = key.removeprefix("eval_")
-                running[key] = workers.reward(settings[SETTINGS[key]], Path.cwd(), role)
-        pool = functools.partial(
+                running[key] = workers.reward(settings[SETTINGS[key]], Path.cwd(), key.removeprefix("eval_"))
+        pool = partial(
             open_workers,
             count=WORLDS,
             timeout_s=rollout.tool_timeout_s,
@@ -198,7 +190,7 @@ async def open_functions(
         if len({tool.name for tool in tools}) < len(tools):
             raise PlugInError(f"rl.rollout.tools: two have one name: {[tool.name for tool in tools]}")
         if functions.environment:
-            running["environment"] = functools.partial(
+            running["environment"] = partial(
                 open_world,
                 opener=functions.environment,
                 request=name_function("environment", rollout.environment),
@@ -218,7 +210,7 @@ def weigh(reward: RewardFn | None, rollout: RolloutConfig) -> RewardFn | None:
     if reward is None or not rollout.reward_weights:
         return reward
 
-    @functools.wraps(reward)
+    @wraps(reward)
     async def weighed_reward(sample: Sample) -> RewardResult:
         result = await call_reward(reward, sample, timeout_s=rollout.reward_timeout_s)
         try:
@@ -245,7 +237,7 @@ async def call_functions(config: RunConfig, functions: Functions, rows: Rows, fi
     `generate` is not called, for it needs an engine, nor is the curriculum. Raises: never for what functions
     do.
     """
-    warn = functools.partial(findings.note, "warning", "--call")
+    warn = partial(findings.note, "warning", "--call")
     try:
         async with open_functions(config, functions, warn=warn, num_workers=1) as running:
             await _call_each(config, running, rows, findings)
@@ -258,14 +250,16 @@ async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findin
     timeout_s = config.rollout.reward_timeout_s
     turns = config.rollout.has_turns
     both = make_trial_samples(rows.list_rows("rl"), turns=turns)
-    own = functions.eval_reward if config.eval and config.eval.reward else None
-    group: SampleGroup | None = None
-    trials: list[tuple[str, Any, list[Sample]]] = [
-        ("eval.reward", own, make_trial_samples(rows.list_rows("eval"), turns=turns)[:1]),
+    group = None
+    for key, function, samples in [
+        (
+            "eval.reward",
+            functions.eval_reward if config.eval and config.eval.reward else None,
+            make_trial_samples(rows.list_rows("eval"), turns=turns)[:1],
+        ),
         ("rl.rollout.reward", functions.reward, both),
         ("rl.rollout.group_reward", functions.group_reward, both),
-    ]
-    for key, function, samples in trials:
+    ]:
         with findings.reporting(key):
             if not function or not samples:
                 continue
@@ -275,8 +269,10 @@ async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findin
                 results = [await call_reward(function, sample, timeout_s=timeout_s) for sample in samples]
             texts = []
             for sample, result in zip(samples, results, strict=True):
-                parts = "".join(f", {name} {value:g}" for name, value in result.parts.items())
-                texts.append(f"called with the response {sample.response[:40]!r}: {result.reward:g}{parts}")
+                texts.append(
+                    f"called with the response {sample.response[:40]!r}: {result.reward:g}"
+                    f"{''.join(f', {name} {value:g}' for name, value in result.parts.items())}"
+                )
             findings.note("ok", key, "\n".join(texts))
             if samples is both:
                 group = SampleGroup(0, "row-0", tuple(map(apply_reward, samples, results)))
@@ -285,21 +281,23 @@ async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findin
     for filter_ in functions.filters:
         with findings.reporting("rl.rollout.filters"):
             decision = await call_filter(filter_, group, timeout_s=timeout_s)
-            verdict = "keeps" if decision.keep else f"drops ({decision.reason})"
-            text = f"{function_name(filter_)} {verdict} a group of these two"
-            findings.note("ok", "rl.rollout.filters", text)
+            verdict = f"{'keeps' if decision.keep else f'drops ({decision.reason})'} a group of these two"
+            findings.note("ok", "rl.rollout.filters", f"{function_name(filter_)} {verdict}")
     with findings.reporting("rl.rollout.ranker"):
         if functions.ranker:
             score = await call_ranker(functions.ranker, group, timeout_s=timeout_s)
-            text = f"{function_name(functions.ranker)} gives {score:g} to a group of these two"
-            findings.note("ok", "rl.rollout.ranker", text)
+            findings.note(
+                "ok",
+                "rl.rollout.ranker",
+                f"{function_name(functions.ranker)} gives {score:g} to a group of these two",
+            )
 
 
 def make_trial_samples(rows: Sequence[Row], *, turns: bool) -> list[Sample]:
     """Two samples of the first row: one whose response is its answer, and one with something else; with
     `turns` each as a conversation too, of one turn. None where there is no row.
     """
-    samples: list[Sample] = []
+    samples = []
     for row in rows[:1]:
         for index, response in enumerate((str(row.get("answer", WRONG_ANSWER)), WRONG_ANSWER)):
             # a copy, as in a run: what a function changes in one sample is not in the other

@@ -75,8 +75,6 @@ def keep_group(group: SampleGroup) -> FilterDecision:
 
 COUNTING = '''"""Counting: the prompt is a few letters, the answer is how many."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

@@ -4,7 +4,7 @@ model loads.
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import groupby
@@ -24,7 +24,7 @@ LOOKED_AT = 20_000  # prompts of RL that are tokenized, those with the longest t
 SHOWN_BAD_ROWS = 5
 SHORTENED = reprlib.Repr()
 SHORTENED.maxstring = 600  # characters of a conversation whose trained parts are shown
-USES: Mapping[str, RowUse] = {  # by stage, or stage and loss
+USES: dict[str, RowUse] = {  # by stage, or stage and loss
     "sft": "conversation",
     "preference": "pair",
     "preference kto": "labelled",
@@ -36,7 +36,7 @@ USES: Mapping[str, RowUse] = {  # by stage, or stage and loss
 class Rows(NamedTuple):
     """The datasets of a run. No prompt of `held_out` is in a training mixture."""
 
-    training: Mapping[str, Mixture[Row]]  # by stage
+    training: dict[str, Mixture[Row]]  # by stage
     held_out: tuple[Row, ...]  # each prompt once
 
     def list_rows(self, stage: str) -> Sequence[Row]:
@@ -53,7 +53,7 @@ class StageSamples(NamedTuple):
     held_out: tuple[Any, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass
 class PreparedRows:
     """The samples of the stages that train on rows, and the lengths of what was looked at."""
 
@@ -70,8 +70,8 @@ def load_all_rows(config: RunConfig, stages: Sequence[str], findings: Findings) 
     """The rows of every stage. Reports DataError naming file, line and field; ConfigError for a stage that
     the config has no table for.
     """
-    held_out: list[Row] = []
-    training: dict[str, Mixture[Row]] = {}
+    held_out = []
+    training = {}
     for stage in (*(["eval"] if config.eval else []), *stages):
         name = f"{stage}.data"
         with findings.reporting(name):
@@ -83,17 +83,23 @@ def load_all_rows(config: RunConfig, stages: Sequence[str], findings: Findings) 
             else:
                 training[stage], removed = exclude_prompts(mixture, held_out, name=name)
                 why = "held out by eval.data"
-            left_out = f", {removed} left out because they are {why}" if removed else ""
-            total = sum(source.weight for source in mixture.sources)
             shares = ", ".join(
-                f"{source.name} {len(source.good)} rows ({source.weight / total:.0%} of the draws)"
+                f"{source.name} {len(source.good)} rows"
+                f" ({source.weight / sum(one.weight for one in mixture.sources):.0%} of the draws)"
                 for source in mixture.sources
             )
-            sources = f": {shares}" if len(mixture.sources) > 1 else ""
-            findings.note("ok", name, f"{len(mixture.samples) - removed} rows{left_out}{sources}")
+            findings.note(
+                "ok",
+                name,
+                f"{len(mixture.samples) - removed} rows"
+                f"{f', {removed} left out because they are {why}' if removed else ''}"
+                f"{f': {shares}' if len(mixture.sources) > 1 else ''}",
+            )
             if bad := [str(bad) for source in mixture.sources for bad in source.bad]:
                 lines = [f"{len(bad)} malformed rows are skipped:", *bad[:SHOWN_BAD_ROWS]]
-                findings.note("warning", name, "\n".join([*lines, *(["…"] if bad[SHOWN_BAD_ROWS:] else [])]))
+                if bad[SHOWN_BAD_ROWS:]:
+                    lines.append("…")
+                findings.note("warning", name, "\n".join(lines))
     return Rows(training, tuple(held_out))
 
 
@@ -101,8 +107,7 @@ def choose_use(config: RunConfig, stage: str) -> RowUse:
     """What the rows of "eval" or a training stage must be: of preferences pairs, but labelled responses for
     KTO, and scored ones for a reward model with loss "mse".
     """
-    loss = getattr(getattr(config, stage), "loss", "")
-    return USES.get(f"{stage} {loss}", USES.get(stage, "prompt"))
+    return USES.get(f"{stage} {getattr(getattr(config, stage), 'loss', '')}", USES.get(stage, "prompt"))
 
 
 def count_epochs(
@@ -114,9 +119,9 @@ def count_epochs(
     Rounded up, so each row is drawn at least so often. An epoch of a mixture has as many draws as its sources
     have rows together. Warns where the run had another number before.
     """
-    counted: dict[str, Any] = {}
+    counted = {}
     for stage in list_stages(config):
-        section: Any = stage_config(config, stage)
+        section = getattr(config, stage)
         before = getattr(getattr(saved, stage, None), "steps", 0)
         if stage == "rl":
             drawn, known = section.rollout.num_prompts, len(rows.list_rows(stage))
@@ -160,7 +165,7 @@ def prepare_rows(
             findings.note("ok", setting, f"{what} {tokens} of {context_length or 'an unknown context'}")
 
     def tokenize(row: Row) -> Sequence[int]:
-        tools = parse_tools(row.get("tools"), where="tools")
+        tools = parse_tools(row.get("tools"))
         params = config.model.template_params
         return tokenize_prompt(row["prompt"], tokenizer, params=params, tools=tools).tolist()
 
@@ -184,46 +189,49 @@ def prepare_rows(
     for stage, mixture in rows.training.items():
         with findings.reporting(f"{stage}.data"):
             if stage != "rl":
-                made = prepared.samples[stage] = prepare_samples(config, stage, mixture, tokenizer)
-                longest = _describe_samples(config, stage, made, tokenizer, findings)
+                made, longest = prepare_samples(config, stage, mixture, tokenizer, findings)
+                prepared.samples[stage] = made
                 prepared.longest_row = max(prepared.longest_row, longest)
                 check_fit(f"{stage}.max_length", longest, "the longest row, in tokens:")
     return prepared
 
 
-def prepare_samples(config: RunConfig, stage: str, mixture: Mixture[Row], tokenizer: Any) -> StageSamples:
-    """What a stage other than RL trains on and is evaluated on. Raises DataError and ModelError as
-    prepare_sft_mixture, prepare_preference_mixture and split_held_out do.
+def prepare_samples(
+    config: RunConfig, stage: str, mixture: Mixture[Row], tokenizer: Any, findings: Findings
+) -> tuple[StageSamples, int]:
+    """What a stage other than RL trains on and is evaluated on, and the tokens of its longest row. Notes what
+    of the first sample trains, within ⟦ ⟧, and what was cut, left out or held out. Raises DataError and
+    ModelError as prepare_sft_mixture, prepare_preference_mixture and split_held_out do.
     """
     section: Any = stage_config(config, stage)
     how: dict[str, Any] = {"max_length": section.max_length, "params": config.model.template_params}
+    name = f"{stage}.data"
     if stage == "sft":
-        return StageSamples(prepare_sft_mixture(mixture, tokenizer, train_on=section.train_on, **how))
-    use, name = choose_use(config, stage), f"{stage}.data"
-    samples = prepare_preference_mixture(mixture, tokenizer, use=use, name=name, **how)
-    return StageSamples(*split_held_out(samples, section.held_out, name=stage))
-
-
-def _describe_samples(
-    config: RunConfig, stage: str, made: StageSamples, tokenizer: Any, findings: Findings
-) -> int:
-    """Tokens of the longest row. Notes what of the first sample trains, within ⟦ ⟧, and what was cut, left
-    out or held out.
-    """
-    subject, (training, held_out) = f"{stage}.data", made
+        made = StageSamples(prepare_sft_mixture(mixture, tokenizer, train_on=section.train_on, **how))
+    else:
+        use = choose_use(config, stage)
+        samples = prepare_preference_mixture(mixture, tokenizer, use=use, name=name, **how)
+        made = StageSamples(*split_held_out(samples, section.held_out, name=stage))
+    training, held_out = made
     rows = [getattr(sample, "rows", (sample,)) for sample in (*training.samples, *held_out)]
     for row in rows[0]:
         pieces = groupby(zip(row.loss_mask, row.token_ids.tolist(), strict=True), lambda pair: bool(pair[0]))
         texts = [(trains, tokenizer.decode([token for _, token in pairs])) for trains, pairs in pieces]
-        shown = SHORTENED.repr("".join(f"⟦{text}⟧" if trains else text for trains, text in texts))
-        counts = f"{int(row.loss_mask.sum())} of {len(row.loss_mask)} tokens train, within ⟦ ⟧"
-        findings.note("ok", subject, f"of the first sample {counts}: {shown}")
+        findings.note(
+            "ok",
+            name,
+            f"of the first sample {int(row.loss_mask.sum())} of {len(row.loss_mask)} tokens train, within"
+            f" ⟦ ⟧: {SHORTENED.repr(''.join(f'⟦{text}⟧' if trains else text for trains, text in texts))}",
+        )
     if held_out:
-        counts = f"{len(training.samples)} train and {len(held_out)} are held out"
-        findings.note("ok", subject, f"of {len(rows)} samples {counts}")
-    section: Any = stage_config(config, stage)
+        findings.note(
+            "ok",
+            name,
+            f"of {len(rows)} samples {len(training.samples)} train and {len(held_out)} are held out",
+        )
     left_out = {f"left out: {reason.replace('_', ' ')}": count for reason, count in training.dropped.items()}
     for what, count in {f"cut at max_length={section.max_length}": training.truncated, **left_out}.items():
         if count:
-            findings.note("warning", subject, f"{count} responses are {what}")
-    return max(len(row.token_ids) for sample in rows for row in sample)
+            findings.note("warning", name, f"{count} responses are {what}")
+    longest = max(len(row.token_ids) for sample in rows for row in sample)
+    return made, longest

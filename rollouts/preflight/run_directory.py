@@ -19,7 +19,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,7 @@ PARTIAL_CONFIG = ".tmp-config.toml"
 LOCK_TRIES = 10_000  # each some microseconds
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # what flock says on a file system that knows none
 
-_held: dict[int, os.stat_result] = {}  # descriptor of a lock → its file
+_held = {}  # descriptor of a lock → its file, as os.fstat says
 
 
 def choose_run_dir(config: RunConfig) -> RunDir:
@@ -52,23 +52,23 @@ def check_run_dir(run_dir: RunDir, config: RunConfig, *, resume: bool, locked: b
     if run_dir.root.exists() and not run_dir.root.is_dir():
         raise RunDirError(f"output.dir={run_dir.root} is a file; name a directory")
     check_links(run_dir)
-    if not locked:
-        check_unlocked(run_dir)
-    used = run_dir.root.is_dir() and any(
-        path != run_dir.lock and path.name != PARTIAL_CONFIG for path in run_dir.root.iterdir()
-    )
-    if used and not resume:
+    if not locked and is_locked(run_dir):
+        raise RunDirError(describe_holder(run_dir))
+    if not run_dir.root.is_dir() or all(
+        path == run_dir.lock or path.name == PARTIAL_CONFIG for path in run_dir.root.iterdir()
+    ):
+        return
+    if not resume:
         raise RunDirError(
             f"output.dir={run_dir.root} is not empty; go on with --resume, or name another directory with"
             " --output.dir DIR"
         )
-    if used and not run_dir.config.exists():
+    if not run_dir.config.exists():
         raise RunDirError(
             f"output.dir={run_dir.root} holds files but no config.toml: it is not a run; name another"
             " directory with --output.dir DIR"
         )
-    if used:
-        check_same_run(load_recorded(run_dir.config), config)
+    check_same_run(load_recorded(run_dir.config), config)
 
 
 # --- one run at a time --------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def lock_run_dir(run_dir: RunDir) -> int:
     """
     try:
         run_dir.root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(run_dir.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        descriptor = os.open(run_dir.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise RunDirError(
             f"output.dir={run_dir.root} cannot be written ({error}); name another directory with"
@@ -129,7 +129,7 @@ def take_lock(descriptor: int) -> None:
     return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def write_holder(descriptor: int, launch: Mapping[str, Any] | None) -> None:
+def write_holder(descriptor: int, launch: dict[str, Any] | None) -> None:
     """Who holds the lock, and what started it (rollouts.preflight.run_directory), in the file of the lock."""
     holder = {
         "pid": os.getpid(),
@@ -155,12 +155,6 @@ def _drop_in_child() -> None:
 os.register_at_fork(after_in_child=_drop_in_child)
 
 
-def check_unlocked(run_dir: RunDir) -> None:
-    """Raises RunDirError naming the run that is at work in the directory. Changes nothing on disk."""
-    if is_locked(run_dir):
-        raise RunDirError(describe_holder(run_dir))
-
-
 def describe_holder(run_dir: RunDir) -> str:
     """Who holds the lock, as far as the file says."""
     holder = read_holder(run_dir)
@@ -184,14 +178,14 @@ def read_agents(run_dir: RunDir) -> tuple[str, frozenset[str]]:
     """(run id, agents) of the run that used the directory last; ("", none) where the file does not say."""
     try:
         launch = read_holder(run_dir)["launch"]
-        return str(launch["run_id"]), frozenset(str(agent) for agent in launch["agents"])
+        return str(launch["run_id"]), frozenset(map(str, launch["agents"]))
     except (KeyError, TypeError):
         return "", frozenset()
 
 
-def find_restart(run_dir: RunDir, launch: Launch) -> Restart:
+def find_restart(run_dir: RunDir, launch: Launch, *, asked: bool = False) -> Restart:
     """Whether the launcher starts again what used the directory last. Ask before the directory is locked.
-    Only reads.
+    Only reads. `asked`: by --resume, after which no other rank need say anything.
 
     The launcher's own count tells only where agents are not known: a start that was refused is started again
     too.
@@ -202,17 +196,9 @@ def find_restart(run_dir: RunDir, launch: Launch) -> Restart:
     if launch.agent in agents:
         return "yes"
     same = launch.restart > 0 or (launch.run_id == run_id and run_id not in NO_IDS)
-    return "if another rank says so" if same and not launch.on_one_node else "no"
-
-
-def choose_resume(run_dir: RunDir, launch: Launch, *, asked: bool) -> tuple[Restart, bool]:
-    """find_restart's answer, and whether the run resumes. `asked`: by --resume, after which no other rank
-    need say anything.
-    """
-    restart = find_restart(run_dir, launch)
-    if asked and restart == "if another rank says so":
-        restart = "yes"
-    return restart, asked or restart != "no"
+    if not same or launch.on_one_node:
+        return "no"
+    return "yes" if asked else "if another rank says so"
 
 
 def record_launch(

@@ -54,7 +54,15 @@ def main() -> None:
 
 def guard(parent_pid: int, start: Callable[[], int], settings: dict) -> None:
     """Starts a process, watches it and leaves nothing of it."""
-    wake = open_wake_pipe()
+    # readable after a signal, it holds the signal's number
+    wake, writable = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(writable, False)
+    signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGHUP):  # which are for the trainer
+        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)  # which is not ignored: its number goes into the wake pipe
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     parent = os.pidfd_open(parent_pid) if hasattr(os, "pidfd_open") and os.getppid() == parent_pid else None
     if os.getppid() != parent_pid:
@@ -82,27 +90,21 @@ def start_child(settings: dict) -> int:
             os._exit(1)
         if settings["subreaper"]:
             prctl(PR_SET_CHILD_SUBREAPER, 1)
-        if settings["memory_bytes"] is not None:
-            limit_memory(settings["memory_bytes"])
+        memory_bytes = settings["memory_bytes"]
+        if memory_bytes is not None:
+            # of private writable memory: RLIMIT_AS would count address space that libraries only reserve
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core files
+            # when the machine runs out of memory this process ends before the trainer
+            with suppress(OSError):
+                Path("/proc/self/oom_score_adj").write_text("900")
         os.execvp(settings["argv"][0], settings["argv"])
     except (OSError, ValueError) as error:
         say({"failed": f"{settings['argv'][0]} does not start: {error}"})
     finally:
         os._exit(127)
-
-
-def limit_memory(memory_bytes: int) -> None:
-    """Limits the private writable memory of this process and of each that it starts; no core files.
-
-    RLIMIT_AS would count address space that libraries only reserve. Shared memory is not counted. When the
-    machine runs out of memory the kernel ends this process before the trainer.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("900")
 
 
 def watch(child: int, wake: int, ends: list[int], settings: dict) -> None:
@@ -166,7 +168,7 @@ def find_children() -> set[int]:
     own = os.getpid()
     with suppress(OSError):
         return {int(pid) for pid in Path(f"/proc/self/task/{own}/children").read_text().split()}
-    found: set[int] = set()
+    found = set()
     with suppress(OSError):
         for entry in Path("/proc").iterdir():  # a kernel without CONFIG_PROC_CHILDREN
             with suppress(OSError, ValueError, IndexError):
@@ -179,26 +181,11 @@ def find_children() -> set[int]:
 
 def reap() -> dict[int, int]:
     """Wait statuses of the children that have ended, by id."""
-    ended: dict[int, int] = {}
+    ended = {}
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             ended[found[0]] = found[1]
     return ended
-
-
-def open_wake_pipe() -> int:
-    """A descriptor that is readable after a signal and holds its number. SIGINT and SIGHUP are ignored: they
-    are for the trainer.
-    """
-    readable, writable = os.pipe()
-    os.set_blocking(readable, False)
-    os.set_blocking(writable, False)
-    signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, lambda *_: None)  # which is not ignored: its number goes into the wake pipe
-    return readable
 
 
 def drain(wake: int) -> bytes:

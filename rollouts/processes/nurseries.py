@@ -12,7 +12,7 @@ async def open_plain_nursery() -> AsyncIterator[trio.Nursery]:
     """A nursery for helpers of the block: they are cancelled when it ends. An error of the block itself is
     raised as it is.
     """
-    failure: Exception | None = None
+    failure = None
     async with trio.open_nursery() as nursery:
         try:
             yield nursery
@@ -28,8 +28,8 @@ async def run_all(*works: Callable[[], Awaitable[Any]]) -> list[Any]:
     """What they return: all run at once, begun in their order. The first error cancels the others and is
     raised as it is.
     """
-    results: list[Any] = [*works]
-    errors: list[Exception] = []
+    results = [*works]
+    errors = []
 
     async def run(index: int, task_status: trio.TaskStatus[None]) -> None:
         task_status.started()

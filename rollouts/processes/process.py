@@ -27,7 +27,6 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import trio
 
@@ -176,9 +175,8 @@ async def open_process(
     without one it is read here, at most `output_bytes`. `memory_bytes` that it, and each process it starts,
     may allocate. `with_channel`: its stdin is a socket, otherwise it is empty. `subreaper`: its orphans
     become its own children. `grace_s` between SIGTERM and SIGKILL. `linger_s` that it may go on after the
-    block or this process ends: then leaving the block does not wait for it.
-
-    Raises OSError if the guard cannot be started, InfrastructureError if something is left after END_S.
+    block or this process ends: then leaving the block does not wait for it. Raises OSError if the guard
+    cannot be started, InfrastructureError if something is left after END_S.
     """
     words = [str(word) for word in argv]
     limits = {"memory_bytes": memory_bytes, "subreaper": subreaper, "grace_s": grace_s, "linger_s": linger_s}
@@ -199,7 +197,12 @@ async def open_process(
             else:
                 output, (stdout, log_start) = -1, open_log(log, f"{headline}: {shlex.join(words)}")
             theirs.callback(os.close, stdout)
-            guard_pid = start_guard(settings, env, [stdin, stdout, stdout, its_control.fileno()])
+            command = [sys.executable, "-I", "-S", str(GUARD), json.dumps(settings)]
+            files = enumerate([stdin, stdout, stdout, its_control.fileno()])
+            actions = [(os.POSIX_SPAWN_DUP2, fd, to) for to, fd in files]
+            guard_pid = os.posix_spawn(  # noqa: ASYNC221  (milliseconds: it shares the memory)
+                command[0], command, os.environ if env is None else env, file_actions=actions, setsid=True
+            )
             process = Process(guard_pid, control, channel, log, log_start, output, output_bytes)
         try:
             yield process
@@ -213,17 +216,6 @@ async def open_process(
             f"{argv[0]} (pid {process.pid}) is still there {END_S:g} s after SIGKILL; it may hold memory"
             " until the system lets it go"
         )
-
-
-def start_guard(settings: Mapping[str, Any], env: Mapping[str, str] | None, files: Sequence[int]) -> int:
-    """The id of the guard, with these descriptors from 0 on. Takes milliseconds: posix_spawn shares the
-    memory.
-    """
-    words = [sys.executable, "-I", "-S", str(GUARD), json.dumps(settings)]
-    actions = [(os.POSIX_SPAWN_DUP2, fd, to) for to, fd in enumerate(files)]
-    return os.posix_spawn(
-        words[0], words, os.environ if env is None else env, file_actions=actions, setsid=True
-    )
 
 
 def open_log(path: Path, headline: str) -> tuple[int, int]:

@@ -10,13 +10,13 @@
 Nothing here needs the device thread, which may hang in a collective with the lost rank.
 """
 
-import contextlib
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
+from threading import Event
 from typing import Any, NoReturn
 
 import trio
@@ -65,8 +65,8 @@ class Channel:
         self._store = connect()  # for operations that return at once
         self._commands = connect() if rank else self._store  # receive() blocks it
         self._others = [other for other in range(len(processes)) if other != rank]
-        self._closing = threading.Event()
-        self._wake = threading.Event()  # the next heartbeat is due at once
+        self._closing = Event()
+        self._wake = Event()  # the next heartbeat is due at once
         self._beats: list[list[Any]] = [[0, "start-up"] for _ in processes]  # [count, phase] as last read
         self._exchanges = 0
         self._broken = False  # the store is gone
@@ -131,7 +131,7 @@ class Channel:
             nursery.start_soon(partial(trio.to_thread.run_sync, self._exchange, abandon_on_cancel=True))
             # in seconds by this process's own count, for a machine may sleep
             silent = dict.fromkeys(self._others, 0)
-            ended: set[int] = set()  # ranks whose process had ended a second ago: what they reported is read
+            ended = set()  # ranks whose process had ended a second ago: what they reported is read
             heard, exchanges = self._beats, 0
             while not self._closing.is_set():
                 await trio.sleep(BEAT_S)
@@ -188,7 +188,7 @@ class Channel:
         """Tells all ranks whom the run has lost, unless one has told them already. own: this rank has failed
         and will end by itself.
         """
-        with contextlib.suppress(DistError):
+        with suppress(DistError):
             text = json.dumps([lost.rank, lost.phase, lost.reason[:REASON_CHARS], own])
             self._store.compare_set("lost", "", text)
 
@@ -232,7 +232,7 @@ class Channel:
     def leave(self) -> None:
         """Tells rank 0, which hosts the store, that this rank needs it no more."""
         self.stop_watching()
-        with contextlib.suppress(DistError):
+        with suppress(DistError):
             self._store.set(f"left/{self.rank}", "")
 
     async def end_others(self) -> None:
@@ -264,7 +264,7 @@ def exit_on_lost(channel: Channel, lost: RankLost, process: str) -> NoReturn:
     A launcher ends all ranks as soon as one has ended and shows that one's exit code, so a rank that has
     failed by itself, `process`, ends first.
     """
-    forced, pause = lost.reason == FORCED, threading.Event()
+    forced, pause = lost.reason == FORCED, Event()
     if channel.rank and (lost.rank or lost.reason not in (ENDED, SILENT)):
         channel.leave()
     for _ in range(int(PATIENCE_S / 0.1)):
@@ -275,7 +275,7 @@ def exit_on_lost(channel: Channel, lost: RankLost, process: str) -> NoReturn:
         if channel.rank or channel.count_left() >= len(channel.processes) - 2:
             break
         pause.wait(0.1)  # the others read it from this process's store
-    with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+    with suppress(OSError, ValueError):  # whoever read it may be gone
         sys.stdout.flush()
         print(f"rollouts: {' '.join(str(lost).split())}; this process ends too", file=sys.stderr, flush=True)
     os._exit(0 if forced else EXIT_RANK_LOST)

@@ -69,6 +69,20 @@ def _read_number(
     raise ConfigError(f"{name}={text!r} must be a number from {least} to {below - 1}; {way_out}")
 
 
+def launch_ranks(config: RunConfig, argv: Sequence[str], *, dry_run: bool = False) -> Launch:
+    """This process's place among the ranks. One that is alone and is to be several (choose_relaunch) goes on
+    as the torchrun that starts them. Raises ConfigError as read_launch and check_ranks.
+    """
+    relaunch = None if dry_run else choose_relaunch(config, os.environ, argv)
+    if relaunch is not None:
+        # what torchrun would set, with a warning; torch's own threads are model.threads
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.execv(relaunch[0], relaunch)
+    launch = read_launch(os.environ)
+    check_ranks(config, launch, dry_run=dry_run)
+    return launch
+
+
 def torchrun_command(ranks: int, argv: Sequence[str]) -> list[str]:
     """The command that runs `argv` (a script, or -m and a module, and its arguments) as `ranks` processes of
     this machine.
@@ -136,5 +150,4 @@ def has_ended(identity: str) -> bool:
     if not identity:
         return False
     host, pid, _ = identity.rsplit("/", 2)
-    here = identify_process(os.getpid()).rsplit("/", 2)[0]
-    return host == here and identify_process(int(pid)) != identity
+    return host == identify_process(os.getpid()).rsplit("/", 2)[0] and identify_process(int(pid)) != identity

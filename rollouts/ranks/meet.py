@@ -126,8 +126,7 @@ def init_group(launch: Launch, store: Store, *, device: str, shard_size: int = 0
     )
     whole = shard_size in (0, world_size)
     shape = (world_size,) if whole else (world_size // shard_size, shard_size)
-    names = ("shard",) if whole else ("replicate", "shard")
-    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("shard",) if whole else ("replicate", "shard"))
     where = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
     return Ranks(launch.rank, world_size, launch.local_world_size, where, mesh, store)
 
@@ -192,9 +191,7 @@ def all_gather_bytes(ranks: Ranks, data: bytes) -> list[bytes]:
 
 
 def scatter_bytes(ranks: Ranks, parts: Sequence[bytes] | None) -> bytes:
-    """This rank's part of what rank 0 has for each; the others give None."""
-    if ranks.world_size == 1 and parts is not None:
-        return parts[0]
+    """This rank's part of what rank 0 has for each; the others give None. For several ranks."""
     sizes = torch.tensor([len(part) for part in parts or [b""] * ranks.world_size])
     dist.broadcast(sizes, src=0)
     longest = int(sizes.max())
@@ -225,14 +222,14 @@ def run_agreed(
     Raises AgreedFailure on every rank if the work failed on any: on that rank with its error, elsewhere with
     a BackendError (or an OSError, if it was one) naming the first rank that failed.
     """
-    value: T | None = None
-    failure: BaseException | None = None
-    given: Sequence[float] = [0.0] * count
+    value = failure = None
+    given = [0.0] * count
     try:
         value = work()
-        given = given if numbers is None else numbers(value)
+        if numbers:
+            given = numbers(value)
     except BaseException as error:  # whatever it is, the others must hear of it, or they wait forever
-        failure, given = error, [0.0] * count
+        failure = error
     found = all_gather_floats(ranks, [failure is not None, *given])
     failed = np.flatnonzero(found[:, 0])
     if not len(failed):
@@ -274,10 +271,7 @@ class OpenRanks(NamedTuple):
 
 @asynccontextmanager
 async def open_ranks(
-    launch: Launch,
-    *,
-    shard_size: int = 0,
-    choose_device: Callable[[], str] = lambda: "cpu",
+    launch: Launch, *, shard_size: int = 0, choose_device: Callable[[], str] = lambda: "cpu"
 ) -> AsyncIterator[OpenRanks]:
     """This process connected with all others of the run, once they are there.
 
@@ -319,7 +313,7 @@ def connect(launch: Launch, shard_size: int, choose_device: Callable[[], str]) -
     """The process group and the channel of the run. Blocks until all ranks are there; raises as open_ranks,
     and RankLost naming a rank that did not come.
     """
-    hello: dict[str, Any] = {
+    hello = {
         "host": socket.gethostname(),
         "process": identify_process(os.getpid()),
         "agent": launch.agent,
@@ -331,12 +325,24 @@ def connect(launch: Launch, shard_size: int, choose_device: Callable[[], str]) -
     except ConfigError as error:
         hello["error"] = str(error)
     store, connect_again, meeting = open_store(launch)
-    hellos = exchange_hellos(launch, store, hello)
+    keys = [f"hello/{rank}" for rank in range(launch.world_size)]
+    read = [f"read/{rank}" for rank in range(1, launch.world_size)]
+    try:
+        store.set(keys[launch.rank], json.dumps(hello))
+        store.wait(keys)
+        hellos = [json.loads(store.get(key)) for key in keys]
+        if launch.rank:
+            store.set(f"read/{launch.rank}", "1")
+        elif read:  # rank 0 hosts the store, and goes on when all have read it
+            store.wait(read)
+    except DistError as error:
+        missing = next((rank for rank, key in enumerate(keys) if not store.check([key])), 0)
+        raise RankLost(missing, "start-up", f"it did not come within {COME_S:g} s") from error
     for rank, other in enumerate(hellos):
         if other["error"]:
             raise ConfigError(f"rank {rank} on {other['host']}: {other['error']}")
-    unlike = describe_difference([other["host"] for other in hellos], [other["same"] for other in hellos])
-    if unlike:
+    hosts, values = [other["host"] for other in hellos], [other["same"] for other in hellos]
+    if unlike := describe_difference(hosts, values):
         raise ConfigError(
             f"{unlike}; use alike machines with the same versions, or set model.device='cpu' for all"
         )
@@ -356,10 +362,9 @@ def open_store(launch: Launch) -> tuple[TCPStore, Callable[[], TCPStore], Store]
     # rank 0 may have much to read before it comes
     patience = dt.timedelta(seconds=COLLECTIVE_S if launch.rank else COME_S)
     try:
-        meeting: Store = next(rendezvous("env://", launch.rank, launch.world_size, timeout=patience))[0]
+        meeting = next(rendezvous("env://", launch.rank, launch.world_size, timeout=patience))[0]
         if launch.rank == 0:
-            host = LOOPBACK if launch.on_one_node else ""
-            store = host_store(host, dt.timedelta(seconds=COME_S))
+            store = host_store(LOOPBACK if launch.on_one_node else "", patience)
             meeting.set("address", str(store.port))
             again = partial(TCPStore, LOOPBACK, store.port, wait_for_workers=False, timeout=FOREVER)
             return store, again, meeting
@@ -386,28 +391,8 @@ def host_store(host: str, timeout: dt.timedelta, size: int | None = None) -> TCP
     """
     with socket.create_server((host, 0)) as listener:
         port = listener.getsockname()[1]
-        options: dict[str, Any] = {"master_listen_fd": listener.detach(), "is_master": True}
+        options = {"master_listen_fd": listener.detach(), "is_master": True}
         return TCPStore(LOOPBACK, port, size, wait_for_workers=False, timeout=timeout, **options)
-
-
-def exchange_hellos(launch: Launch, store: Store, hello: Mapping[str, Any]) -> list[Any]:
-    """What every rank says of itself, by rank. Returns on rank 0, which hosts the store, when all have read
-    it. Raises RankLost naming a rank that did not come.
-    """
-    keys = [f"hello/{rank}" for rank in range(launch.world_size)]
-    read = [f"read/{rank}" for rank in range(1, launch.world_size)]
-    try:
-        store.set(keys[launch.rank], json.dumps(hello))
-        store.wait(keys)
-        found = [json.loads(store.get(key)) for key in keys]
-        if launch.rank:
-            store.set(f"read/{launch.rank}", "1")
-        elif read:
-            store.wait(read)
-        return found
-    except DistError as error:
-        missing = next((rank for rank, key in enumerate(keys) if not store.check([key])), 0)
-        raise RankLost(missing, "start-up", f"it did not come within {COME_S:g} s") from error
 
 
 def describe_difference(hosts: Sequence[str], values: Sequence[Mapping[str, str]]) -> str:

@@ -23,7 +23,8 @@ from trio.lowlevel import ParkingLot
 
 from rollouts.config.tables import FrozenDtype
 from rollouts.device_thread import DeviceThread
-from rollouts.errors import BackendClosed, ConfigError
+from rollouts.errors import BackendClosed, ConfigError, ModelError
+from rollouts.models.directories import ModelHead, has_own_scalar_head
 from rollouts.models.load import resolve_model
 from rollouts.reference.quantize import count_bytes_by_headers
 from rollouts.reference.score import FrozenReference, Say, open_frozen_reference
@@ -38,10 +39,7 @@ class ModelSize(NamedTuple):
     loading: int  # at most, while it is loaded: at least `held`
 
 
-Measure = Callable[[str], Awaitable[ModelSize]]  # the size of a model by its name
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Loaded(Generic[T]):
     value: T
     held: int  # bytes
@@ -56,7 +54,7 @@ class ReferenceCache(Generic[T]):
     """
 
     budget_bytes: int
-    measure: Measure  # of a model, before it is loaded
+    measure: Callable[[str], Awaitable[ModelSize]]  # of a model by its name, before it is loaded
     # loads a model, and frees its memory when it is left. When it raises, Cancelled too, nothing of the model
     # is left in memory
     open_model: Callable[[str], AbstractAsyncContextManager[T]]
@@ -134,6 +132,12 @@ class ReferenceCache(Generic[T]):
             await model.context.__aexit__(None, None, None)
         self._used -= model.held
 
+    async def forget(self, name: str) -> None:
+        """Gives the model up before its time, unless it is leased."""
+        if name in self._loaded and not self._loaded[name].leases:
+            await self._evict(name)
+            self._lease_ended.unpark_all()
+
     async def aclose(self) -> None:
         """Gives every model up. A model that is still leased stays with its holder, uncounted."""
         self._closed = True
@@ -151,6 +155,19 @@ def _add_up(sizes: Collection[ModelSize]) -> int:
     return sum(size.held for size in sizes) + max((size.loading - size.held for size in sizes), default=0)
 
 
+def find_frozen_model(name: str) -> tuple[Path, ModelHead]:
+    """(directory of the model of that name, which resolve_model takes; what it answers with: a reward model
+    has a scalar head of its own). Raises ModelError as resolve_model.
+    """
+    try:
+        return resolve_model(name), "tokens"
+    except ModelError:
+        path = resolve_model(name, head="scalar")
+        if not has_own_scalar_head(path):  # the head would be a new one
+            raise
+        return path, "scalar"
+
+
 def open_reference_cache(
     *,
     budget_bytes: int,
@@ -158,31 +175,35 @@ def open_reference_cache(
     micro_batch_tokens: int = 8192,
     device: str = "cpu",
     dtype: FrozenDtype = "float32",
-    cache_dir: Path | None = None,
     say: Say = lambda _: None,
 ) -> AbstractAsyncContextManager[ReferenceCache[FrozenReference]]:
     """Frozen references by what resolve_model takes: a directory, a name on the hub, bundled:…, tiny:….
+    Reward models, too, in float32 always.
 
     `budget_bytes` bounds the weights on `device`; what a forward pass needs beside them comes on top. Models
     are loaded and score on `device_thread`, one after the other. `say` gets a sentence on what quantising a
     model does to its log-probs.
     """
 
-    find_model = partial(resolve_model, cache_dir=cache_dir)
+    def choose_dtype(head: ModelHead) -> FrozenDtype:
+        return "float32" if head == "scalar" else dtype
 
     def measure(name: str) -> ModelSize:
-        path = find_model(name)
-        held = count_bytes_by_headers(path, dtype)
+        path, head = find_frozen_model(name)
+        kept = choose_dtype(head)
+        held = count_bytes_by_headers(path, kept)
         # a quantised model is made from the whole one, which is on the CPU then
-        whole_beside = dtype in ("8bit", "4bit") and torch.device(device).type == "cpu"
+        whole_beside = kept in ("8bit", "4bit") and torch.device(device).type == "cpu"
         return ModelSize(held, held + (count_bytes_by_headers(path, "float32") if whole_beside else 0))
 
     @asynccontextmanager
     async def open_model(name: str) -> AsyncIterator[FrozenReference]:
+        path, head = await trio.to_thread.run_sync(find_frozen_model, name)
         async with open_frozen_reference(
-            await trio.to_thread.run_sync(find_model, name),
+            path,
+            head=head,
             device_thread=device_thread,
-            dtype=dtype,
+            dtype=choose_dtype(head),
             device=device,
             micro_batch_tokens=micro_batch_tokens,
             say=lambda line: say(f"{name}: {line}"),

@@ -117,7 +117,7 @@ class MovingReference:
         """What `work` returns on the device thread, once the reference is up to date. Raises BackendError if
         an update broke off.
         """
-        if self._followed is not None:
+        if self._followed:
             await self.update(self._followed[0], step=self._followed[1]())
 
         def work_on_whole() -> T:
@@ -202,17 +202,6 @@ class MovingReference:
         return lambda path: trio.to_thread.run_sync(write, path)
 
 
-def _read_counters(path: Path) -> _Counters:
-    """The counters that hold() wrote, 0 for a directory that is only a model. Raises CheckpointError."""
-    file = path / STATE_FILE
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=_Counters)
-    except FileNotFoundError:
-        return _Counters()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); copy the directory again") from error
-
-
 @asynccontextmanager
 async def open_moving_reference(
     model_path: Path,
@@ -231,7 +220,13 @@ async def open_moving_reference(
     """
 
     def load() -> MovingReference:
-        counters = _read_counters(model_path)
+        file, counters = model_path / STATE_FILE, _Counters()  # those of a directory that is only a model
+        try:
+            counters = msgspec.json.decode(file.read_bytes(), type=_Counters)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error}); copy the directory again") from error
         models: dict[torch.dtype, Any] = {
             each: load_hf_model(model_path, dtype=each) for each in {torch.float32, dtype}
         }

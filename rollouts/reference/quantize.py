@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,32 +59,32 @@ class PackedWeight(nn.Module):
     def __init__(self, weight: Tensor, bits: Bits) -> None:
         """Raises ConfigError if torchao is not installed; ModelError for a weight that is not finite."""
         super().__init__()
+        shape, packed = weight.shape, dict[str, Any].fromkeys(("codes", "scale", "zero"))
         if bits == 16:
             # as integers, so that the model's dtype stays that of what it computes in
-            codes = weight.detach().bfloat16().view(torch.int16)
-            self._register({"codes": codes, "scale": None, "zero": None}, weight.shape)
-            return
-        torchao, (mapping, *kind) = load_torchao(), CODES[bits]
-        size = (1, choose_block(weight.shape[-1], bits))
-        rows = weight.detach().float().reshape(-1, size[1])
-        if not torch.isfinite(rows).all():
-            raise ModelError("a weight of the reference model is not finite; copy the model directory again")
-        scale, zero = torchao.choose_qparams_affine(
-            rows,
-            torchao.MappingType[mapping],
-            size,
-            *kind,
-            eps=torch.finfo(torch.float32).tiny,  # a block of zeros has a scale all the same
-            scale_dtype=torch.float32,
-        )
-        codes = torchao.quantize_affine(rows, size, scale, zero, *kind)
-        packed = {"codes": codes, "scale": scale, "zero": None}
-        if bits == 4:
-            packed |= {"codes": codes[:, 0::2] | codes[:, 1::2] << 4, "zero": zero.to(torch.uint8)}
-        self._register(packed, (*weight.shape[:-1], weight.shape[-1] // size[1], -1))
-
-    def _register(self, packed: Mapping[str, Tensor | None], shape: Sequence[int]) -> None:
-        """Parameters, which FSDP divides among ranks as it does the weight."""
+            packed["codes"] = weight.detach().bfloat16().view(torch.int16)
+        else:
+            torchao, (mapping, *kind) = load_torchao(), CODES[bits]
+            size = (1, choose_block(shape[-1], bits))
+            rows = weight.detach().float().reshape(-1, size[1])
+            if not torch.isfinite(rows).all():
+                raise ModelError(
+                    "a weight of the reference model is not finite; copy the model directory again"
+                )
+            scale, zero = torchao.choose_qparams_affine(
+                rows,
+                torchao.MappingType[mapping],
+                size,
+                *kind,
+                eps=torch.finfo(torch.float32).tiny,  # a block of zeros has a scale all the same
+                scale_dtype=torch.float32,
+            )
+            codes = torchao.quantize_affine(rows, size, scale, zero, *kind)
+            packed |= {"codes": codes, "scale": scale}
+            if bits == 4:
+                packed |= {"codes": codes[:, 0::2] | codes[:, 1::2] << 4, "zero": zero.to(torch.uint8)}
+            shape = (*shape[:-1], shape[-1] // size[1], -1)
+        # parameters, which FSDP divides among ranks as it does the weight
         for name, values in packed.items():
             made = None if values is None else nn.Parameter(values.reshape(shape), requires_grad=False)
             self.register_parameter(name, made)
@@ -140,7 +139,7 @@ def quantize_model(model: PreTrainedModel, bits: Bits) -> None:
     ends = {
         getattr(end, "weight", None) for end in (model.get_input_embeddings(), model.get_output_embeddings())
     }
-    done: dict[Tensor, PackedWeight] = {}
+    done = {}
     for module in list(model.modules()):
         for name, weight in list(module._parameters.items()):
             if weight is None:

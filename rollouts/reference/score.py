@@ -16,16 +16,17 @@ from rollouts.data.packing import make_micro_batches, spread_to_rows
 from rollouts.device_thread import DeviceThread
 from rollouts.errors import BackendClosed
 from rollouts.models.directories import ModelHead
-from rollouts.models.forward_plan import plan_forward
+from rollouts.models.forward_plan import ForwardPlan, compute_micro_batch_outputs, plan_forward, plan_plainly
+from rollouts.models.layers import has_scalar_head
+from rollouts.models.limits import find_context_limit
 from rollouts.models.load import load_hf_model
-from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs, plan_plainly
 from rollouts.reference.quantize import compare_log_probs, load_torchao, quantize_model, sample_probe
 from rollouts.types import FloatRows, RolloutBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Say = Callable[[str], None]
+Say = Callable[[str], object]
 
 
 class FrozenReference:
@@ -36,6 +37,9 @@ class FrozenReference:
     def __init__(self, model: PreTrainedModel, device_thread: DeviceThread, micro_batch_tokens: int) -> None:
         """In a job of the device thread: how rows run is found out by running some."""
         self._model: PreTrainedModel | None = model
+        self.is_reward_model = has_scalar_head(model)
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        self.context_length = find_context_limit(model.config)  # None: there is none
         self._plan = plan_forward(model)
         self._device_thread = device_thread
         self._micro_batch_tokens = micro_batch_tokens
@@ -48,7 +52,7 @@ class FrozenReference:
 
     def score_now(self, batch: RolloutBatch) -> FloatRows:
         """`score`, for jobs of the device thread."""
-        if self._model is None:
+        if not self._model:
             raise BackendClosed("this reference was released; score inside the `async with` of its lease")
         return score_batch(
             self._model,
@@ -96,7 +100,7 @@ def score_batch(
         share_prefix=True,
         padding_free=layout == "packed",
     )
-    flats: list[TokenOutputs] = []
+    flats = []
     with torch.no_grad():
         for part in micro_batches:
             on_boundary()

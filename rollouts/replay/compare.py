@@ -1,8 +1,8 @@
 """A step computed again in float64 from its record, and compared, update by update and as a whole."""
 
-from __future__ import annotations
-
 import re
+import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +19,13 @@ from rollouts.errors import RecordError, RolloutsError, RunDirError
 from rollouts.loops.algorithm import LoopState, choose_algorithm, describe_algorithm
 from rollouts.loops.updates import begin_last_pass
 from rollouts.losses import LossInputs, resolve_loss, wants_entropy_gradient
-from rollouts.metrics.jsonl import Row, newest_attempts, parse_row
+from rollouts.metrics.jsonl import Place, Row, newest_attempts, parse_row, read_lines
 from rollouts.metrics.token_shards import read_token_arrays
-from rollouts.run_dir import RunDir, list_parts
+from rollouts.run_dir import RunDir
 from rollouts.types import LOSS_FIELDS, LossSpec
 
 Columns = Mapping[str, NDArray[Any]]  # [T] of one row, by name
+Updates = list[list[Row]]  # of a step: the rows of contributions.jsonl, in the order of the batch
 CHUNK_TOKENS = 1 << 19  # padded, of rows that are computed at once
 CHOOSE_AMONG_MICRO_BATCH = ("clip_cov", "kl_cov")
 TOLERANCE = 1e-5  # of a loss relative to max(FLOOR, |loss|), and of a share
@@ -67,13 +68,45 @@ class StepReplay(NamedTuple):
     losses: Sequence[ReplayedLoss]
     problems: Sequence[str]
 
-    @property
-    def is_same(self) -> bool:
-        """Whether all of it is."""
-        return not self.problems and all(one.is_same for one in self.losses)
+
+def run_replay(arguments: Namespace) -> int:
+    """Prints a table: 0 where loss and shares are the same, 1 where they are not, 2 where the record lacks
+    what it takes.
+
+    Raises ConfigError and PlugInError for a config.toml that cannot be read here, RunDirError for what is no
+    run directory or is damaged.
+    """
+    try:
+        replay = replay_step(
+            arguments.run_dir, stage=arguments.stage, step=arguments.step, update=arguments.update
+        )
+    except RecordError as error:
+        print(f"RecordError: {error}", file=sys.stderr)
+        return 2
+    print(f"{arguments.stage} step {arguments.step}: {replay.algorithm}\n")
+    print(
+        f"{'update':<10s} {'rows':>6s} {'tokens':>9s}  {'loss logged':>16s}  {'replayed':>16s} "
+        f" {'differs':>8s}  {'shares':>8s}"
+    )
+    for one in replay.losses:
+        found = "skipped: it changed nothing"
+        if one.logged is not None:
+            found = (
+                f"{one.logged:>+16.9e}  {one.replayed:>+16.9e}  {one.difference:>8.1e}"
+                f"  {'-' if one.share_difference is None else f'{one.share_difference:.1e}':>8s}"
+                f"  {'same' if one.is_same else 'NOT THE SAME'}"
+            )
+        print(f"{one.name:<10s} {one.rows:>6d} {one.tokens:>9d}  {found}")
+    for problem in replay.problems:
+        print(problem)
+    print(
+        f"\nThe same is {TOLERANCE:g} or less: of a loss relative to max(1e-3, |loss|), beside float32's"
+        " rounding of its terms; of a row's share."
+    )
+    return 0 if not replay.problems and all(one.is_same for one in replay.losses) else 1
 
 
-def replay_step(root: Path, *, stage: str, step: int, update: int | None = None) -> StepReplay:
+def replay_step(root: Path, *, stage: str, step: int, update: int | None) -> StepReplay:
     """The step's losses from the record alone. `update`: only this one.
 
     Raises RecordError naming what the record lacks, or a loss that cannot be replayed; ConfigError,
@@ -82,39 +115,39 @@ def replay_step(root: Path, *, stage: str, step: int, update: int | None = None)
     if stage != "rl":
         raise RecordError(f"stage {stage!r} has no contributions, which a replay needs; it replays rl")
     run_dir = RunDir(root)
-    record = read_step(run_dir, stage, step)
+    metrics, updates = read_step(run_dir, stage, step)
     config = load_recorded(run_dir.config).rl
     if config is None:
         raise RecordError(f"{run_dir.config} has no [rl]; it is not of the run that wrote the record")
     if config.pairs:
         raise RecordError("rl.pairs trains by a loss of pairs, which the record cannot compute again")
-    logged = record.metrics.get("kl/coef")
-    if config.kl_control != "fixed" and logged is None:
+    if config.kl_control != "fixed" and "kl/coef" not in metrics:
         raise RecordError(
             f"step {step} has no kl/coef, to which rl.kl_control={config.kl_control!r} had come; it cannot be"
             " computed again"
         )
-    state = LoopState(config.kl_coef if logged is None else logged)
-    algorithm = choose_algorithm(config, step, state)
+    algorithm = choose_algorithm(config, step, LoopState(metrics.get("kl/coef", config.kl_coef)))
     check_replayable(algorithm.loss)
-    count = len(record.updates)
+    count = len(updates)
     chosen = [number for number in range(count) if update in (None, number)]
     if not chosen:
         raise RecordError(f"{stage} step {step} has the updates 0 to {count - 1}, not {update}")
-    problems: list[str] = []
-    losses = [replay_update(run_dir, config, algorithm.loss, record, one, problems) for one in chosen]
-    logged = record.metrics.get("loss/total")
+    problems = []
+    losses = [replay_update(run_dir, config, algorithm.loss, updates, one, problems) for one in chosen]
     # of the last pass: Σ loss · denominator / Σ denominator over its updates that were not skipped
     counted = [one for one in losses[begin_last_pass(count, config.minibatches) :] if one.logged is not None]
-    if len(losses) == count and counted and logged is not None:
-        weights = [one.denominator for one in counted]
+    if len(losses) == count and counted and "loss/total" in metrics:
         losses.append(
             ReplayedLoss(
                 "loss/total",
                 sum(one.rows for one in counted),
                 sum(one.tokens for one in counted),
-                logged,
-                *np.average([(one.replayed, one.rounding) for one in counted], 0, weights).tolist(),
+                metrics["loss/total"],
+                *np.average(
+                    [(one.replayed, one.rounding) for one in counted],
+                    0,
+                    [one.denominator for one in counted],
+                ).tolist(),
             )
         )
     return StepReplay(describe_algorithm(algorithm), losses, problems)
@@ -124,14 +157,14 @@ def replay_update(
     run_dir: RunDir,
     config: RLTrainingConfig,
     loss: LossSpec,
-    record: StepRecord,
+    updates: Updates,
     update: int,
     problems: list[str],
 ) -> ReplayedLoss:
     """One update. `problems` is told of a denominator that is not the logged one. Raises RecordError for
     arrays that are not there.
     """
-    logged_rows = record.updates[update]
+    logged_rows = updates[update]
     first, tokens = logged_rows[0], sum(row["tokens"] for row in logged_rows)
     if first.get("loss") is None:
         return ReplayedLoss(str(update), len(logged_rows), tokens, None)
@@ -142,7 +175,7 @@ def replay_update(
             " needs"
         )
     found = recompute(loss, rows)
-    denominator = find_constant(config, loss, record, update) or found.counted
+    denominator = find_constant(config, loss, updates, update) or found.counted
     if abs(denominator - first["denominator"]) > DENOMINATOR_TOLERANCE * first["denominator"]:
         problems.append(
             f"update {update} was divided by {first['denominator']:g}; by the record it should be"
@@ -165,7 +198,7 @@ def replay_update(
     )
 
 
-def find_constant(config: RLTrainingConfig, loss: LossSpec, record: StepRecord, update: int) -> float | None:
+def find_constant(config: RLTrainingConfig, loss: LossSpec, updates: Updates, update: int) -> float | None:
     """The denominator of unit "constant": the update's part of it by groups, as plan_updates has it. None for
     another unit.
 
@@ -175,24 +208,18 @@ def find_constant(config: RLTrainingConfig, loss: LossSpec, record: StepRecord, 
     if loss.constant is None or config.minibatches == 1:
         return loss.constant
     may_end = config.kl_stop or config.kl_limit
-    if may_end and len(record.updates) < config.minibatches * config.updates_per_batch:
-        return record.updates[update][0]["denominator"]
-    groups = [{row["group_index"] for row in rows} for rows in record.updates]
+    if may_end and len(updates) < config.minibatches * config.updates_per_batch:
+        return updates[update][0]["denominator"]
+    groups = [{row["group_index"] for row in rows} for rows in updates]
     return loss.constant * (len(groups[update]) / len(set.union(*groups)))
 
 
 # --- what the record has ------------------------------------------------------------------------------------
 
 
-class StepRecord(NamedTuple):
-    """A step as its files tell it."""
-
-    metrics: Mapping[str, Any]  # its row of metrics.jsonl
-    updates: Sequence[Sequence[Row]]  # the contribution rows of each update, in the order of its batch
-
-
-def read_step(run_dir: RunDir, stage: str, step: int) -> StepRecord:
-    """The newest complete attempt at a step. Raises RunDirError where there is no run, RecordError where the
+def read_step(run_dir: RunDir, stage: str, step: int) -> tuple[Row, Updates]:
+    """(the row of metrics.jsonl, the contribution rows of each update in the order of its batch) of the
+    newest complete attempt at a step. Raises RunDirError where there is no run, RecordError where the
     record lacks rows of the step.
     """
     if not run_dir.metrics.exists():
@@ -204,7 +231,7 @@ def read_step(run_dir: RunDir, stage: str, step: int) -> StepRecord:
         )
     metrics = steps[-1]
     attempt = metrics["attempt"]
-    by_update: dict[int, list[Row]] = {}
+    by_update = {}
     for row in find_rows(run_dir.contributions, stage, step):
         if row.get("attempt") == attempt:
             by_update.setdefault(row["update"], []).append(row)
@@ -224,7 +251,7 @@ def read_step(run_dir: RunDir, stage: str, step: int) -> StepRecord:
                 f"{stage} step {step}, update {number}: rows are missing or stand twice in"
                 " contributions.jsonl"
             )
-    return StepRecord(metrics, updates)
+    return metrics, updates
 
 
 def find_rows(path: Path, stage: str, step: int) -> list[Row]:
@@ -233,14 +260,8 @@ def find_rows(path: Path, stage: str, step: int) -> list[Row]:
     Lines are told apart before they are parsed, for a long run has millions.
     """
     of_step = re.compile(rb'"step":\s*%d[,}]' % step)
-    found: list[Row] = []
-    for part in list_parts(path):
-        with part.open("rb") as file:
-            for line in file:
-                row = parse_row(line) if of_step.search(line) else None
-                if row is not None and row.get("step") == step and row.get("stage") == stage:
-                    found.append(row)
-    return found
+    rows = (parse_row(line) for line, _ in read_lines(path, Place()) if of_step.search(line))
+    return [row for row in rows if row and row.get("step") == step and row.get("stage") == stage]
 
 
 # --- a loss computed again ----------------------------------------------------------------------------------
@@ -299,7 +320,7 @@ def recompute(spec: LossSpec, rows: Sequence[Columns]) -> Recomputed:
 
 def chunk_rows(lengths: Sequence[int]) -> Iterator[list[int]]:
     """All rows, those of like length together, as many at once as CHUNK_TOKENS allow when padded."""
-    chunk: list[int] = []
+    chunk = []
     for index in np.argsort(lengths, kind="stable").tolist():
         if chunk and (len(chunk) + 1) * lengths[index] > CHUNK_TOKENS:
             yield chunk

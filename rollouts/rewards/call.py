@@ -7,13 +7,14 @@ which can be stopped: rewards/workers.py makes async functions of them, which ke
 """
 
 import contextlib
-import functools
 import inspect
 import math
+import sys
 import time
 import types
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import trio
@@ -49,7 +50,7 @@ async def call_generate(
     engine: InferenceEngine,
     sampling: SamplingParams,
     *,
-    newest_version: Callable[[], int] | None = None,
+    newest_version: Callable[[], int] = lambda: sys.maxsize,
 ) -> tuple[Sample, ...]:
     """The segments of one trajectory, at least one, none of them pending; they carry the id of `sample`
     (later ones id.1, id.2, …), its group, and its prompt_id, epoch and source.
@@ -73,10 +74,10 @@ async def call_generate(
         raise UserFunctionError(
             f"{where} returned {shorten(answer)}; it must return a Sample or a sequence of Samples, not empty"
         )
-    named: list[Sample] = []
+    named = []
     for index, segment in enumerate(segments):
         check_metadata(segment, where)
-        _check_trains(segment, where, engine.features.vocab_size, newest_version)
+        _check_trains(segment, where, engine.features.vocab_size, newest_version())
         name = f"{sample.id}.{index}" if index else sample.id  # number_trajectories reads it
         fields = {"id": name, "group_index": sample.group_index, "metadata": {**segment.metadata, **own}}
         same = all(getattr(segment, key) == value for key, value in fields.items())
@@ -84,18 +85,15 @@ async def call_generate(
     return tuple(named)
 
 
-def _check_trains(
-    sample: Sample, where: str, vocab_size: int, newest_version: Callable[[], int] | None
-) -> None:
+def _check_trains(sample: Sample, where: str, vocab_size: int, newest: int) -> None:
     """Raises UserFunctionError, beginning with `where`, for a sample that would fail its batch, or falsify
     it: what its constructor cannot know.
     """
     mask, largest = sample.loss_mask, sample.tokens.max(initial=0)
     log_probs, versions = sample.rollout_log_probs[mask], sample.weight_versions[mask]
     odd = log_probs[(log_probs > HIGHEST_LOG_PROB) | (log_probs < LOWEST_LOG_PROB)]
-    newest = math.inf if newest_version is None else newest_version()
-    strange = versions[(versions < 0) | (versions > newest)] if newest < math.inf else ()
-    rules = {
+    strange = versions[(versions < 0) | (versions > newest)] if newest < sys.maxsize else ()
+    for rule, broken in {
         "status is still pending; set completed, truncated, aborted or failed": (
             sample.status is Status.PENDING
         ),
@@ -107,18 +105,12 @@ def _check_trains(
         f" {LOWEST_LOG_PROB:g}": len(odd),
         f"weight_versions hold {strange[:1]} for a token that trains, and the trainer is at {newest}; take"
         " them and the log-probs over from the completion, or mask it out": len(strange),
-    }
-    for rule, broken in rules.items():
+    }.items():
         if broken:
             raise UserFunctionError(f"{where} returned a sample whose {rule}")
 
 
-async def call_reward(
-    reward: RewardFn,
-    sample: Sample,
-    *,
-    timeout_s: float = math.inf,
-) -> RewardResult:
+async def call_reward(reward: RewardFn, sample: Sample, *, timeout_s: float = math.inf) -> RewardResult:
     """The reward as a checked record. `timeout_s` counts from when the function starts, not while it waits
     for a thread.
 
@@ -130,10 +122,7 @@ async def call_reward(
 
 
 async def call_group_reward(
-    group_reward: GroupRewardFn,
-    samples: Sequence[Sample],
-    *,
-    timeout_s: float = math.inf,
+    group_reward: GroupRewardFn, samples: Sequence[Sample], *, timeout_s: float = math.inf
 ) -> tuple[RewardResult, ...]:
     """One checked reward per sample, in their order. Raises like call_reward, and if the number of rewards is
     another than of samples.
@@ -144,10 +133,7 @@ async def call_group_reward(
 
 
 async def call_filter(
-    filter_: FilterFn,
-    group: SampleGroup,
-    *,
-    timeout_s: float = math.inf,
+    filter_: FilterFn, group: SampleGroup, *, timeout_s: float = math.inf
 ) -> FilterDecision:
     """The decision; a drop without a reason gets the function's name as its reason. `timeout_s` counts like
     that of call_reward.
@@ -162,7 +148,7 @@ async def call_filter(
     return check_decision(answer, name, where)
 
 
-async def call_ranker(ranker: RankerFn, group: SampleGroup, *, timeout_s: float = math.inf) -> float:
+async def call_ranker(ranker: RankerFn, group: SampleGroup, *, timeout_s: float) -> float:
     """The ranker's number. Raises like call_filter."""
     where = f"ranker {function_name(ranker)} on group {group.group_index} (prompt {group.prompt_id})"
     answer = await call_user(ranker, group, where=where, timeout_s=timeout_s, kind=UserFunctionError)
@@ -176,7 +162,7 @@ def watch_blocking(warn: Callable[[str], None]) -> Iterator[None]:
 
     Wall time is measured, so on a very busy machine a function that did little can be named.
     """
-    named: set[str] = set()
+    named = set()
 
     def look(what: str, held_s: float) -> None:
         if held_s > BLOCKING_S and what not in named:
@@ -247,8 +233,8 @@ async def call_user(
 @types.coroutine
 def _timed(awaitable: Awaitable[Any], what: str) -> Generator[Any, Any, Any]:
     """What the awaitable returns. The watchers get the seconds of each of its steps."""
-    steps: Any = awaitable.__await__()
-    resume: Callable[[], Any] = functools.partial(next, steps)
+    steps = awaitable.__await__()
+    resume = partial(next, steps)
     while True:
         began_s = time.perf_counter()
         try:
@@ -259,9 +245,9 @@ def _timed(awaitable: Awaitable[Any], what: str) -> Generator[Any, Any, Any]:
             for watch in _watchers:
                 watch(what, time.perf_counter() - began_s)
         try:
-            resume = functools.partial(steps.send, (yield trap))
+            resume = partial(steps.send, (yield trap))
         except BaseException as error:  # thrown in: the function's own
-            resume = functools.partial(steps.throw, error)
+            resume = partial(steps.throw, error)
 
 
 def find_own(error: BaseException) -> BaseException:

@@ -3,7 +3,6 @@ processes and the synchronous tier share them.
 """
 
 import contextlib
-import functools
 import importlib
 import inspect
 import itertools
@@ -11,12 +10,13 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, get_args
 
 import numpy as np
 
-from rollouts.errors import ConfigError, UserFunctionError
+from rollouts.errors import ConfigError, UserFunctionError, require
 from rollouts.messages import check_json
 from rollouts.types import FilterDecision, RewardResult, Sample
 
@@ -30,7 +30,7 @@ PlainReward = Callable[[Sample], RewardResult]
 """A reward as this library makes them: not async, and its answer is the record."""
 
 
-def check_reward(answer: object, where: str) -> RewardResult:
+def check_reward(answer: Any, where: str) -> RewardResult:
     """`answer` as a record: a finite number, a mapping of named parts whose sum is the reward, or a
     RewardResult; True is 1.0.
 
@@ -43,7 +43,7 @@ def check_reward(answer: object, where: str) -> RewardResult:
         parts = _check_parts(answer, where)
         return RewardResult(add_up(parts.values(), where), parts)
     if not isinstance(answer, RewardResult):
-        return RewardResult(check_number(answer, where, "reward"))
+        answer = RewardResult(answer)
     parts, note = _check_parts(answer.parts, where), answer.note
     if note is not None:
         _check_text(note, where, "note")
@@ -58,7 +58,7 @@ def check_group_rewards(answer: Any, count: int, where: str) -> tuple[RewardResu
     Raises UserFunctionError, beginning with `where`, if it has another number of them (an iterator, which may
     have no end, or a set, which has no order, is refused) or one is no reward.
     """
-    values: list[Any] = []
+    values = []
     if isinstance(answer, Sized) and not isinstance(answer, str | bytes | Mapping | Set):
         with contextlib.suppress(*RAISED):  # an array without axes, or an object of the user's
             values = list(itertools.islice(iter(answer), count + 1))  # type: ignore[call-overload]
@@ -82,12 +82,6 @@ def check_decision(answer: object, filter_name: str, where: str) -> FilterDecisi
         f"{where} returned {shorten(answer)}; it must return True, False or a FilterDecision (keep: True or"
         " False; reason and detail: text)"
     )
-
-
-def require(holds: bool, message: str) -> None:
-    """Raises ConfigError with the message unless an option holds to its rule."""
-    if not holds:
-        raise ConfigError(message)
 
 
 def require_choice(name: str, value: object, literal: Any) -> None:
@@ -156,7 +150,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def _unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
-    while isinstance(function, functools.partial):
+    while isinstance(function, partial):
         function = function.func
     return function
 

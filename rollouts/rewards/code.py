@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollouts.errors import ConfigError, DataError, UserFunctionError
+from rollouts.errors import ConfigError, DataError, UserFunctionError, require
 from rollouts.processes.program import run_program
 from rollouts.rewards.check import PlainReward
 from rollouts.rewards.exact import read_answer
@@ -161,23 +161,20 @@ def _read_tests(sample: Sample, key: str) -> list[Test]:
         raise DataError(f"{where} is empty; a program without tests passes nothing")
     tests: Any = given if isinstance(given, list | tuple) else [given]
     for index, test in enumerate(tests):
-        if problem := _find_problem(test):
+        problem, rule = "", "a test is Python source, or a table with the texts 'input' and 'output'"
+        match test:
+            case {"input": str(), "output": str()}:
+                pass
+            case str() if test.strip():
+                try:
+                    ast.parse(test)
+                except (SyntaxError, ValueError) as error:
+                    problem = f"is not Python: {error}"
+            case _:
+                problem = f"is {str(test)[:80]!r}; {rule}"
+        if problem:
             raise DataError(f"{where}{'' if tests == [given] else f'[{index}]'} {problem}")
     return tests
-
-
-def _find_problem(test: object) -> str:
-    """What a test has that no test has; "" if it is one."""
-    match test:
-        case {"input": str(), "output": str()}:
-            return ""
-        case str() if test.strip():
-            try:
-                ast.parse(test)
-            except (SyntaxError, ValueError) as error:
-                return f"is not Python: {error}"
-            return ""
-    return f"is {str(test)[:80]!r}; a test is Python source, or a table with the texts 'input' and 'output'"
 
 
 def _read_entry_point(sample: Sample) -> str | None:
@@ -189,17 +186,18 @@ def _read_entry_point(sample: Sample) -> str | None:
     )
 
 
-def _check_options(limits: Limits, require: Sequence[str], import_paths: Sequence[str]) -> None:
-    if isinstance(require, str) or not set(require) <= set(Isolation._fields):
-        raise ConfigError(f"require={require!r}; it is a list of {', '.join(Isolation._fields)}")
+def _check_options(limits: Limits, required: Sequence[str], import_paths: Sequence[str]) -> None:
+    require(
+        not isinstance(required, str) and set(required) <= set(Isolation._fields),
+        f"require={required!r}; it is a list of {', '.join(Isolation._fields)}",
+    )
     for name, value in limits._asdict().items():
-        if not 0 < value < math.inf:
-            raise ConfigError(f"limits.{name}={value!r}; it must be a number above 0")
+        require(0 < value < math.inf, f"limits.{name}={value!r}; it must be a number above 0")
     for path in map(Path, import_paths):
-        if not (path.is_absolute() and path.is_dir()):
-            raise ConfigError(
-                f"import_paths holds {str(path)!r}; each must be the absolute path of a directory that exists"
-            )
+        require(
+            path.is_absolute() and path.is_dir(),
+            f"import_paths holds {str(path)!r}; each must be the absolute path of a directory that exists",
+        )
 
 
 def _run_child(
@@ -213,6 +211,7 @@ def _run_child(
     message = {
         **request,
         **{name: math.ceil(value) for name, value in limits._asdict().items()},
+        "isolations": Isolation._fields,
         "test": test if is_source else None,
         "nonce": nonce,
         "worker": os.getpid(),
@@ -229,7 +228,7 @@ def _run_child(
             timeout_s=limits.timeout_s,
             output_bytes=0 if is_source else math.ceil(limits.output_bytes),
         )
-    reports: dict[str, Any] = {}
+    reports = {}
     for line in lines.splitlines():
         with suppress(ValueError, RecursionError, TypeError):  # the code can write here too
             reports = {**json.loads(line), **reports}

@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-ISOLATIONS = ("network", "filesystem", "processes", "memory", "user", "privileges")
 CLONE_NEWUSER = 0x10000000
 CLONE_REST = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mounts, UTS, IPC, pids, network
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
@@ -51,7 +50,7 @@ def main(request_fd: int, result_fd: int) -> None:
     signal.alarm(request["timeout_s"] + 90)
     # here, for in a namespace of processes the numbers start anew
     own_uid = FIRST_OWN_UID + os.getpid() if os.geteuid() == 0 else None
-    got: dict[str, bool] = dict.fromkeys(ISOLATIONS, False)
+    got = dict.fromkeys(request["isolations"], False)
     if request["namespaces"] and enter_namespaces(is_root=own_uid is not None):
         got["network"] = got["processes"] = True
         die_with_parent()  # new credentials can take it away
@@ -188,10 +187,18 @@ def run_code(request: dict[str, Any], result_fd: int) -> None:
     try:
         code = compile(request["code"], "<response>", "exec")
         send(result_fd, {"compiled": True})
+        space = {"__name__": "solution" if is_test else "__main__", "__builtins__": __builtins__}
+        exec(code, space)
         if is_test:
-            run_test(code, request["test"], request["entry_point"])
-        else:
-            exec(code, {"__name__": "__main__", "__builtins__": __builtins__})
+            entry_point = request["entry_point"]
+            if entry_point is not None:
+                if entry_point not in space:
+                    raise NameError(f"the response does not define {entry_point}")
+                space["candidate"] = space[entry_point]
+            check_of_code = space.get("check")
+            exec(compile(request["test"], "<test>", "exec"), space)
+            if entry_point is not None and space.get("check") is not check_of_code:
+                space["check"](space["candidate"])
     except BaseException as error:
         if isinstance(error, SystemExit) and not is_test:
             raise  # a whole program's status counts
@@ -201,19 +208,6 @@ def run_code(request: dict[str, Any], result_fd: int) -> None:
     if is_test:
         leave(0)
     # A whole program ends as programs do: its threads are waited for and its output is flushed.
-
-
-def run_test(code: Any, test: str, entry_point: str | None) -> None:
-    space: dict[str, Any] = {"__name__": "solution", "__builtins__": __builtins__}
-    exec(code, space)
-    if entry_point is not None:
-        if entry_point not in space:
-            raise NameError(f"the response does not define {entry_point}")
-        space["candidate"] = space[entry_point]
-    check_of_code = space.get("check")
-    exec(compile(test, "<test>", "exec"), space)
-    if entry_point is not None and space.get("check") is not check_of_code:
-        space["check"](space["candidate"])
 
 
 def describe(error: BaseException) -> str:

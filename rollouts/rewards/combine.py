@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollouts.rewards.check import PlainReward, add_up, check_reward, function_name, is_async, require
+from rollouts.errors import require
+from rollouts.rewards.check import PlainReward, add_up, check_reward, function_name, is_async
 from rollouts.types import RewardResult, Sample
 
 SyncReward = Callable[[Sample], Any]
@@ -40,8 +41,8 @@ def combine_rewards(
     factors = check_weights(dict.fromkeys(names, 1.0) if weights is None else weights, names, names)
 
     def combined_reward(sample: Sample) -> RewardResult:
-        parts: dict[str, float] = {}
-        notes: list[str] = []
+        parts = {}
+        notes = []
         for name, reward in pairs:
             where = f"reward function {function_name(reward)} (component {name!r}) on sample {sample.id}"
             result = check_reward(reward(sample), where)

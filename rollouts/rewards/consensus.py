@@ -14,7 +14,8 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
-from rollouts.rewards.check import require, require_choice
+from rollouts.errors import require
+from rollouts.rewards.check import require_choice
 from rollouts.types import RewardResult, Sample
 
 TieRule = Literal["none", "first"]

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, require
 from rollouts.messages import parse_json
-from rollouts.rewards.check import PlainReward, check_reward, function_name, require
+from rollouts.rewards.check import PlainReward, check_reward, function_name
 from rollouts.types import RewardResult, Sample
 
 THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
@@ -55,14 +55,13 @@ def make_tags_reward(tags: Sequence[str], *, partial: bool = False) -> PlainRewa
         f"tags={tags!r}; they must be names such as 'think' and 'answer', at least one and each once",
     )
     inside = "|".join(f"</?{name}>" for name in names)
-    whole = re.compile(
-        r"\s*" + r"\s*".join(rf"<{name}>(?:(?!{inside}).)*</{name}>" for name in names) + r"\s*", re.DOTALL
-    )
+    if not partial:
+        whole = r"\s*".join(rf"<{name}>(?:(?!{inside}).)*</{name}>" for name in names)
+        return make_format_reward(rf"\s*{whole}\s*")
     marks = [mark for name in names for mark in (f"<{name}>", f"</{name}>")]
 
     def tags_reward(sample: Sample) -> RewardResult:
-        once = sum(sample.response.count(mark) == 1 for mark in marks)
-        matched = once / len(marks) if partial else float(whole.fullmatch(sample.response) is not None)
+        matched = sum(sample.response.count(mark) == 1 for mark in marks) / len(marks)
         return RewardResult(matched, {"format": matched})
 
     return tags_reward

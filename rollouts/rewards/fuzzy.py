@@ -41,16 +41,17 @@ def f1_match(sample: Sample, *, key: str = "answer") -> RewardResult:
     the sample has no such key or an empty list of answers.
     """
     words = normalise_words(sample.response)
-    f1 = max(_compute_f1(words, normalise_words(answer)) for answer in read_answers(sample, key))
+
+    def compare(answer: str) -> float:
+        wanted = normalise_words(answer)
+        if not words or not wanted:
+            return float(words == wanted)
+        return 2 * (Counter(words) & Counter(wanted)).total() / (len(words) + len(wanted))
+
+    f1 = max(map(compare, read_answers(sample, key)))
     return RewardResult(f1, {"f1": f1})
 
 
 def normalise_words(text: str) -> list[str]:
     """The words of a text in lower case, without ASCII punctuation and English articles."""
     return ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
-
-
-def _compute_f1(words: list[str], answer: list[str]) -> float:
-    if not words or not answer:
-        return float(words == answer)
-    return 2 * (Counter(words) & Counter(answer)).total() / (len(words) + len(answer))

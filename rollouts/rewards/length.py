@@ -3,7 +3,8 @@
 import math
 from typing import Literal
 
-from rollouts.rewards.check import PlainReward, require, require_choice
+from rollouts.errors import require
+from rollouts.rewards.check import PlainReward, require_choice
 from rollouts.types import RewardResult, Sample
 
 LengthUnit = Literal["tokens", "words", "characters"]

@@ -12,8 +12,8 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from rollouts.errors import DataError, RewardTimeout, UserFunctionError
-from rollouts.rewards.check import PlainReward, import_extra, require
+from rollouts.errors import DataError, RewardTimeout, UserFunctionError, require
+from rollouts.rewards.check import PlainReward, import_extra
 from rollouts.rewards.exact import read_answer, read_answers
 from rollouts.types import RewardResult, Sample
 
@@ -125,11 +125,38 @@ def _compare_formulas(sample: Sample, *, key: str, timeout_s: int, strict: bool)
         "math_match runs only in the main thread of a process, where its time can be limited; name it in the"
         " config as a reward",
     )
-    read = partial(_read_formula, library, timeout_s=timeout_s)
-    wanted = [
-        _read_wanted(read, answer, f"{where}: reading metadata[{key!r}]")
-        for answer in read_answers(sample, key)
-    ]
+
+    def read(text: str, mode: str, at: str) -> Any:
+        """What the library makes of the last formula in a text; None if there is none or it cannot be
+        read.
+        """
+        # By default the library answers a timeout, an error and a text without formula with an empty list.
+        try:
+            found = library.parse(
+                text,
+                (library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()),
+                fallback_mode="no_fallback",
+                extraction_mode=mode,
+                parsing_timeout=timeout_s,
+                raise_on_error=True,
+            )
+        except library.errors.TimeoutException as error:  # a BaseException
+            raise RewardTimeout(f"{at} took longer than {timeout_s} s") from error
+        except MemoryError:
+            raise
+        except Exception:  # its readers raise all kinds of errors over malformed LaTeX
+            return None
+        return found[0] if found else None
+
+    wanted, at = [], f"{where}: reading metadata[{key!r}]"
+    for answer in read_answers(sample, key):
+        text = answer.rpartition(FINAL_MARK)[2].strip()
+        is_marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
+        # The library reads LaTeX only between marks; of a bare \sqrt{2} it would find nothing, of 2\pi the 2.
+        wanted.append(read(text if is_marked else f"${text}$", "any_match", at))
+        # 0/0 and 1/0 are read as nan and zoo: equal to nothing, so that no response could be right.
+        if wanted[-1] is None or str(wanted[-1]) in ("nan", "zoo"):
+            raise DataError(f"{at}: it is {answer[:80]!r}, which holds no formula that can be read")
     found = read(find_last_part(sample.response), "first_match", f"{where}: reading the response")
     if found is None:
         return RewardResult(
@@ -153,43 +180,10 @@ def find_last_part(text: str) -> str:
     r"""At most 8000 characters of a text, from the start of a line if there is one: those before the end, or
     around the last \boxed.
     """
-    boxed = text.rfind("\\boxed")
-    end = len(text) if boxed < 0 else min(len(text), boxed + READ_CHARACTERS // 2)
+    half, boxed = READ_CHARACTERS // 2, text.rfind("\\boxed")
+    wanted = len(text) - half if boxed < 0 else boxed
+    end = min(len(text), wanted + half)
     start = max(0, end - READ_CHARACTERS)
     line = text.find("\n", start, end)
     # inside a line the $ would be paired wrongly; but do not cut away what is wanted
-    return text[
-        line if start and 0 <= line < (boxed if boxed >= 0 else end - READ_CHARACTERS // 2) else start : end
-    ]
-
-
-def _read_wanted(read: Callable[..., Any], answer: str, where: str) -> Any:
-    text = answer.rpartition(FINAL_MARK)[2].strip()
-    is_marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
-    # The library reads LaTeX only between marks; of a bare \sqrt{2} it would find nothing and of 2\pi the 2.
-    formula = read(text if is_marked else f"${text}$", "any_match", where)
-    # 0/0 and 1/0 are read as nan and zoo: equal to nothing, so that no response could be right.
-    if formula is None or str(formula) in ("nan", "zoo"):
-        raise DataError(f"{where}: it is {answer[:80]!r}, which holds no formula that can be read")
-    return formula
-
-
-def _read_formula(library: Any, text: str, mode: str, where: str, *, timeout_s: int) -> Any | None:
-    """What the library makes of the last formula in a text; None if there is none or it cannot be read."""
-    # By default the library answers a timeout, an error and a text without formula all with an empty list.
-    try:
-        found = library.parse(
-            text,
-            (library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()),
-            fallback_mode="no_fallback",
-            extraction_mode=mode,
-            parsing_timeout=timeout_s,
-            raise_on_error=True,
-        )
-    except library.errors.TimeoutException as error:  # a BaseException
-        raise RewardTimeout(f"{where} took longer than {timeout_s} s") from error
-    except MemoryError:
-        raise
-    except Exception:  # its readers raise all kinds of errors over malformed LaTeX
-        return None
-    return found[0] if found else None
+    return text[line if start and 0 <= line < wanted else start : end]

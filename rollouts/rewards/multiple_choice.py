@@ -12,7 +12,6 @@ different letters: no letter is chosen.
 """
 
 import re
-from typing import NamedTuple
 
 from rollouts.errors import DataError
 from rollouts.rewards.exact import read_answer
@@ -42,22 +41,13 @@ SENTENCE_STARTS = (
 SENTENCES = [
     re.compile(start + OPEN + r"(?:([A-Z])" + AFTER + "|([a-z])" + SMALL_AFTER + ")")
     for start in SENTENCE_STARTS
-] + [
-    re.compile(r"(?<![A-Za-z0-9])[*(]*([A-Z])[*)]*\s+(?i:is\s+(?:the\s+)?(?:correct|right|best)\b)"),
-]
+] + [re.compile(r"(?<![A-Za-z0-9])[*(]*([A-Z])[*)]*\s+(?i:is\s+(?:the\s+)?(?:correct|right|best)\b)")]
 ANOTHER_LETTER = re.compile(
     r"[*_)\]}]*\s*(?:,?\s*(?i:or|and)\b|/|&|,)\s*(?i:option\s+|choice\s+)?[*_(\[]*([A-Z])(?![A-Za-z'])"
 )
 LINE = re.compile(
     r"^[ \t>#-]*[*_`(\[]*([A-Z])(?:[*_`)\].:]+[ \t]*$|[ \t]*$|[*_`]*[.):\]][*_`]*[ \t]+\S)", re.MULTILINE
 )
-
-
-class Choice(NamedTuple):
-    """The letter chosen, a capital; None if there is none, and then `why` says why."""
-
-    letter: str | None
-    why: str | None = None
 
 
 def multiple_choice_match(
@@ -71,17 +61,31 @@ def multiple_choice_match(
     reward itself, and `chosen`, 1 if exactly one letter was chosen; otherwise the note says why none was.
     Raises DataError if the answer is missing or none of the letters.
     """
-    letters, wanted = _read_row(sample, key, choices_key)
-    choice = find_choice(sample.response, letters)
-    right = float(choice.letter == wanted)
-    return RewardResult(right, {"choice": right, "chosen": float(choice.letter is not None)}, choice.why)
+    where, choices = f"sample {sample.id}: metadata", sample.metadata.get(choices_key)
+    if choices is None:
+        choices = LETTERS[:DEFAULT_CHOICES]
+    elif not isinstance(choices, list | tuple) or not 2 <= len(choices) <= len(LETTERS):
+        raise DataError(
+            f"{where}[{choices_key!r}] is {str(choices)[:80]!r}; it must be a list of 2 to {len(LETTERS)}"
+            " choices"
+        )
+    letters, answer = LETTERS[: len(choices)], read_answer(sample, key)
+    wanted = answer.strip().strip("().").upper() if isinstance(answer, str) else ""
+    if type(answer) is int and 0 <= answer < len(letters):
+        wanted = letters[answer]
+    elif len(wanted) != 1 or wanted not in letters:
+        rule = f"it must be a letter from A to {letters[-1]} or a number from 0 to {len(letters) - 1}"
+        raise DataError(f"{where}[{key!r}] is {str(answer)[:80]!r}; {rule}")
+    letter, why = find_choice(sample.response, letters)
+    right = float(letter == wanted)
+    return RewardResult(right, {"choice": right, "chosen": float(letter is not None)}, why)
 
 
-def find_choice(text: str, letters: str = LETTERS[:DEFAULT_CHOICES]) -> Choice:
-    """The letter that a text chooses by the rules of this module."""
+def find_choice(text: str, letters: str = LETTERS[:DEFAULT_CHOICES]) -> tuple[str | None, str | None]:
+    """The letter that a text chooses by the rules of this module, a capital; or None, and why."""
     boxed = BOXED_LETTER.fullmatch(["", *BOXED.findall(text)][-1])
     if boxed and boxed[1].upper() in letters:
-        return Choice(boxed[1].upper())
+        return boxed[1].upper(), None
     # where a sentence names its letter, and where it ends
     named = [
         (match.start(match.lastindex or 0), match[match.lastindex or 0].upper(), match.end())
@@ -92,29 +96,9 @@ def find_choice(text: str, letters: str = LETTERS[:DEFAULT_CHOICES]) -> Choice:
         _, letter, end = max(named)
         other = ANOTHER_LETTER.match(text, end)
         if other and other[1] in letters and other[1] != letter:
-            return Choice(None, f"ambiguous: it chooses {letter} and {other[1]} at once")
-        return Choice(letter)
+            return None, f"ambiguous: it chooses {letter} and {other[1]} at once"
+        return letter, None
     lines = sorted({letter for letter in LINE.findall(text) if letter in letters})
     if len(lines) > 1:
-        return Choice(None, f"ambiguous: lines begin with {', '.join(lines)}")
-    return Choice(lines[0]) if lines else Choice(None, "no choice was found")
-
-
-def _read_row(sample: Sample, key: str, choices_key: str) -> tuple[str, str]:
-    """The letters of the choices, and the right one."""
-    where, choices = f"sample {sample.id}: metadata", sample.metadata.get(choices_key)
-    if choices is None:
-        choices = LETTERS[:DEFAULT_CHOICES]
-    elif not isinstance(choices, list | tuple) or not 2 <= len(choices) <= len(LETTERS):
-        raise DataError(
-            f"{where}[{choices_key!r}] is {str(choices)[:80]!r}; it must be a list of 2 to {len(LETTERS)}"
-            " choices"
-        )
-    letters, answer = LETTERS[: len(choices)], read_answer(sample, key)
-    if type(answer) is int and 0 <= answer < len(letters):
-        return letters, letters[answer]
-    letter = answer.strip().strip("().").upper() if isinstance(answer, str) else ""
-    if len(letter) != 1 or letter not in letters:
-        rule = f"it must be a letter from A to {letters[-1]} or a number from 0 to {len(letters) - 1}"
-        raise DataError(f"{where}[{key!r}] is {str(answer)[:80]!r}; {rule}")
-    return letters, letter
+        return None, f"ambiguous: lines begin with {', '.join(lines)}"
+    return (lines[0], None) if lines else (None, "no choice was found")

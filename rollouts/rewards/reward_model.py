@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import trio
@@ -20,10 +21,6 @@ from rollouts.types import IntArray, RewardResult, Sample
 
 PART = "reward_model"  # the name of its part of a reward
 RULE_PART = "rule"  # of a rule's reward that has no named parts
-
-
-# a sequence that waits for its score, and where the score or what kept it from being made is sent
-Request = tuple[IntArray, trio.MemorySendChannel[float | Exception]]
 
 
 def select_scored_tokens(sample: Sample) -> IntArray:
@@ -49,7 +46,23 @@ async def open_model_reward(scorer: LogProbScorer) -> AsyncIterator[RewardFn]:
     `scorer.score` answers a batch of make_score_batch with values. What it raises is raised by every call of
     the batch; a score that is not finite is a UserFunctionError of its sample.
     """
-    requests_in, requests = trio.open_memory_channel[Request](math.inf)
+    # sequences that wait for their scores, each with where the score or what kept it from being made is sent
+    requests_in, requests = trio.open_memory_channel[Any](math.inf)
+
+    async def serve() -> None:
+        """Scores what waits, again and again, until no call can come any more."""
+        async for first in requests:
+            waiting = [first]
+            with contextlib.suppress(trio.WouldBlock, trio.EndOfChannel):
+                while True:
+                    waiting.append(requests.receive_nowait())
+            try:
+                batch = make_score_batch([sequence for sequence, _ in waiting])
+                scores = read_scores(await scorer.score(batch), batch).tolist()
+            except Exception as error:  # every caller raises it
+                scores = [error] * len(waiting)
+            for (_, answer), score in zip(waiting, scores, strict=True):
+                answer.send_nowait(score)
 
     async def score_model(sample: Sample) -> RewardResult:
         answer, answered = trio.open_memory_channel[float | Exception](1)
@@ -67,25 +80,9 @@ async def open_model_reward(scorer: LogProbScorer) -> AsyncIterator[RewardFn]:
     # it waits for a device that others use as well
     score_model.keeps_own_time = True  # pyright: ignore[reportFunctionMemberAccess]
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_serve, requests, scorer)
+        nursery.start_soon(serve)
         async with requests_in:
             yield score_model
-
-
-async def _serve(requests: trio.MemoryReceiveChannel[Request], scorer: LogProbScorer) -> None:
-    """Scores what waits, again and again, until no call can come any more."""
-    async for first in requests:
-        waiting = [first]
-        with contextlib.suppress(trio.WouldBlock, trio.EndOfChannel):
-            while True:
-                waiting.append(requests.receive_nowait())
-        try:
-            batch = make_score_batch([sequence for sequence, _ in waiting])
-            scores = read_scores(await scorer.score(batch), batch).tolist()
-        except Exception as error:  # every caller raises it
-            scores = [error] * len(waiting)
-        for (_, answer), score in zip(waiting, scores, strict=True):
-            answer.send_nowait(score)
 
 
 def add_model_reward(

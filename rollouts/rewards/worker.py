@@ -11,7 +11,6 @@ before it answers. It imports numpy and msgspec, and what the function's module 
 """
 
 import base64
-import contextlib
 import faulthandler
 import hashlib
 import json
@@ -21,7 +20,8 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import fields, is_dataclass
+from contextlib import suppress
+from dataclasses import is_dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -88,7 +88,7 @@ def encode_json(value: Any) -> str:
 
 def _encode_value(value: Any) -> Any:
     if is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
+        return {name: getattr(value, name) for name in value.__dataclass_fields__}
     # base64 of an array's bytes is five times as fast as a list of numbers
     return base64.b64encode(value.tobytes()).decode() if isinstance(value, np.ndarray) else dict(value)
 
@@ -179,10 +179,10 @@ def _serve(
     # Threads that run Python; a library may keep threads of its own.
     unfit = _take_state() != before or not set(sys._current_frames()) <= threads  # or it was not loaded
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or replaced by something of the function's
+        with suppress(Exception):  # closed, or replaced by something of the function's
             stream.flush()
     if request["role"] != "environment" or request["method"] == "close":  # until then it may keep processes
-        with contextlib.suppress(ChildProcessError):  # no children: the usual case
+        with suppress(ChildProcessError):  # no children: the usual case
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
             return {"kind": "crashed", "text": "left a process running behind it; wait for what it starts"}
@@ -192,7 +192,7 @@ def _serve(
 def serve_reward(request: Mapping[str, Any], where: str) -> Job:
     """A reward or group reward function on samples."""
     function = load_named(request, where)
-    samples: Any = tuple(map(decode_sample, request["samples"]))
+    samples = tuple(map(decode_sample, request["samples"]))
     if request["role"] == "group_reward":
         value = yield partial(function, samples)
         yield check_group_rewards(value, len(samples), where)
@@ -219,9 +219,9 @@ def _take_state() -> list[object]:
     """What a call can change in its process so that the next call sees it. Stops an alarm that is set."""
     umask = os.umask(0o077)
     os.umask(umask)
-    places: list[object] = []
+    places = []
     for place in (".", 0, 1, 2):
-        with contextlib.suppress(OSError):  # removed or closed
+        with suppress(OSError):  # removed or closed
             places.append((place, *os.stat(place)[1:3]))  # noqa: PTH116  (inode, device)
     limits = (getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
     return [

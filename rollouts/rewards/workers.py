@@ -12,8 +12,6 @@ also where a function kills the guard or the trainer is killed. Limits are for m
 harm has the trainer's user and could kill the trainer.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -30,24 +28,17 @@ from typing import Any, NamedTuple
 import trio
 
 from rollouts.errors import (
-    ConfigError,
     EnvironmentFailed,
     RewardCrashed,
     RewardTimeout,
     ToolError,
     UserFunctionError,
+    require,
 )
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.processes.process import Process, open_process
 from rollouts.processes.program import wait_readable
-from rollouts.rewards.worker import (
-    EXIT_LOST_CHANNEL,
-    Answer,
-    BadAnswer,
-    encode_json,
-    hash_file,
-    parse_answer,
-)
+from rollouts.rewards.worker import EXIT_LOST_CHANNEL, Answer, BadAnswer, encode_json, hash_file, parse_answer
 from rollouts.types import RewardResult, Sample
 
 # for a worker to start and to import a function's module, which may well load torch
@@ -81,7 +72,7 @@ async def open_workers(
     memory_bytes: int = 4 << 30,
     output_bytes: int = 1 << 20,
     module: str = "rollouts.rewards.worker",
-) -> AsyncIterator[Workers]:
+) -> "AsyncIterator[Workers]":
     """Worker processes for as long as the context is open, started when they are needed, at most `count`;
     when it is left they and all that they started are gone.
 
@@ -89,8 +80,7 @@ async def open_workers(
     it starts, may allocate; `output_bytes` that a call may print, and that its answer may have. `module` is
     what the processes run. Raises RewardCrashed, in a group, if they cannot be started.
     """
-    if count < 1:
-        raise ConfigError(f"count={count} workers; there must be at least 1")
+    require(count >= 1, f"count={count} workers; there must be at least 1")
     workers = Workers(count, timeout_s, memory_bytes, output_bytes, module)
     async with workers._ready, open_plain_nursery() as workers._nursery:
         yield workers
@@ -109,12 +99,12 @@ class Workers:
     def __post_init__(self) -> None:
         self._nursery: trio.Nursery
         self._slots = self._lent = 0  # processes that are kept up; blocks that have one or wait for one
+        self._started = 0
         self._offer, self._ready = trio.open_memory_channel[Worker](math.inf)
-        self._counters = dict.fromkeys(("calls", "failed", "workers_started"), 0)
 
     def statistics(self) -> Mapping[str, int]:
-        """Totals since the start, and how many are with a call or an environment."""
-        return {**self._counters, "lent": self._lent}
+        """How many were started, and how many are with a call or an environment."""
+        return {"workers_started": self._started, "lent": self._lent}
 
     def reward(self, name: str, base_dir: Path, role: str = "reward") -> Callable[..., Any]:
         """An async reward function that calls the plain function which `name` means, in a worker; of role
@@ -143,13 +133,8 @@ class Workers:
         """What a worker answers to a request whose errors begin with `where`: a value of that type. Raises as
         `lend` says.
         """
-        self._counters["calls"] += 1
-        try:
-            async with self.lend() as ask:
-                return await ask(request, where, kind)
-        except UserFunctionError:
-            self._counters["failed"] += 1
-            raise
+        async with self.lend() as ask:
+            return await ask(request, where, kind)
 
     @asynccontextmanager
     async def lend(self) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
@@ -205,7 +190,7 @@ class Workers:
         answer, failure, problem = None, RewardCrashed, ""
         process.forget_output()
         try:
-            with trio.move_on_after(LOAD_TIMEOUT_S) as scope:
+            with trio.fail_after(LOAD_TIMEOUT_S) as scope:
                 await channel.send_all(line)
                 received = bytearray(await channel.receive_some(1))
                 if received == b"\n":  # it is loaded
@@ -227,8 +212,8 @@ class Workers:
                     problem = answer.text
                 elif is_readable(process):
                     raise BadAnswer("more than one answer (did it write to file descriptor 3?)")
-            if scope.cancelled_caught:
-                failure, problem = RewardTimeout, f"took longer than {late}"
+        except trio.TooSlowError:
+            failure, problem = RewardTimeout, f"took longer than {late}"
         except BadAnswer as error:
             problem = f"gave {error}"
         except (OSError, EOFError, trio.BrokenResourceError, trio.ClosedResourceError):
@@ -236,7 +221,9 @@ class Workers:
         process.read_output()
         if process.printed_too_much:
             failure, problem = RewardCrashed, f"printed more than output_bytes={self.output_bytes}"
-        printed = _shorten_output(process.read_tail())
+        printed = process.read_tail().strip()
+        fatal = printed.find(FATAL)  # faulthandler says first where the process died
+        printed = printed[-TAIL_CHARS:] if fatal < 0 else printed[fatal : fatal + TAIL_CHARS]
         said = f"{PRINTED}{printed!r}" if printed else ""
         if problem or answer is None:
             failure = EnvironmentFailed if request["role"] == "environment" else failure
@@ -263,8 +250,12 @@ class Workers:
                     await process.wait_started()
                     if process.pid:
                         failures = 0
-                        self._counters["workers_started"] += 1
-                        await self._keep_ready(process)
+                        self._started += 1
+                        worker = Worker(process, trio.Event())
+                        self._offer.send_nowait(worker)
+                        async with open_plain_nursery() as watching:
+                            watching.start_soon(kill_when_loud, process)
+                            await worker.unfit.wait()
                         continue
                     reason = process.describe_end()
             except OSError as error:
@@ -273,19 +264,11 @@ class Workers:
             await trio.sleep(BACK_OFF_S)
         raise RewardCrashed(f"a worker process {reason}")
 
-    async def _keep_ready(self, process: Process) -> None:
-        """Offers a process to calls until it is unfit; kills it when it prints too much."""
-        worker = Worker(process, trio.Event())
-        self._offer.send_nowait(worker)
-        async with trio.open_nursery() as nursery:
 
-            async def watch_output() -> None:
-                await process.wait_printed_too_much()
-                process.kill()
-
-            nursery.start_soon(watch_output)
-            await worker.unfit.wait()
-            nursery.cancel_scope.cancel()
+async def kill_when_loud(process: Process) -> None:
+    """Kills it when it has printed more than it may."""
+    await process.wait_printed_too_much()
+    process.kill()
 
 
 def name_function(role: str, name: str, base_dir: Path = Path()) -> dict[str, str]:
@@ -320,9 +303,3 @@ def make_environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not SECRET_NAMES.search(name)}
     path = [str(Path(entry).resolve()) for entry in sys.path]  # '' is the working directory
     return {**kept, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(path)}
-
-
-def _shorten_output(text: str) -> str:
-    text = text.strip()
-    fatal = text.find(FATAL)  # faulthandler says first where the process died
-    return text[-TAIL_CHARS:] if fatal < 0 else text[fatal : fatal + TAIL_CHARS]

@@ -4,13 +4,11 @@ counts.
 They keep every promise of their protocol (order of futures, pause modes, versions per token, failures).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -21,14 +19,12 @@ import trio
 from rollouts.errors import (
     BackendClosed,
     BackendError,
-    CheckpointError,
     EarlierStepFailed,
     EngineClosed,
     EngineError,
     RequestRefused,
     RolloutsError,
     StepInterrupted,
-    WeightVersionError,
 )
 from rollouts.protocols import Bucket, PauseMode, WeightSink
 from rollouts.types import (
@@ -47,6 +43,7 @@ from rollouts.types import (
 
 ResultT = TypeVar("ResultT")
 NAT, ZERO = np.float32(-1), np.float32(0)  # log-probs of what trains and of what does not
+FEATURES = EngineFeatures(258, 4096, in_memory_update=True, checksum=True, name="scripted")
 
 
 # --- engine -------------------------------------------------------------------------------------------------
@@ -65,7 +62,7 @@ class ScriptedReply(NamedTuple):
 Script = Callable[[GenerateRequest], ScriptedReply]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Running:
     """A request that has no answer yet."""
 
@@ -81,27 +78,10 @@ class ScriptedEngine:
     """
 
     def __init__(
-        self,
-        script: Script | None = None,
-        *,
-        version: int = 0,
-        vocab_size: int = 258,
-        context_length: int = 4096,
-        shares_weights: bool = False,
-        deterministic: bool = False,
+        self, script: Script = lambda request: ScriptedReply(), *, version: int = 0, **features: Any
     ) -> None:
-        self._script = script or (lambda request: ScriptedReply())
-        self._version = version
-        self.features = EngineFeatures(
-            vocab_size,
-            context_length,
-            in_memory_update=not shares_weights,
-            update_from_checkpoint=not shares_weights,
-            shares_weights=shares_weights,
-            deterministic=deterministic,
-            name="scripted",
-            checksum=True,
-        )
+        """`features`: those of EngineFeatures that are others than in FEATURES."""
+        self._script, self._version, self.features = script, version, replace(FEATURES, **features)
         self._running: dict[str, _Running] = {}
         self._paused: PauseMode | None = None
         self._updating = self._closed = False
@@ -125,9 +105,11 @@ class ScriptedEngine:
         reply = self._script(request)
         running = self._running[request.request_id] = _Running()
         self.requests.append(request)
-        stop = sampling.stop_token_ids[:1] if reply.finish == "stop" else ()
-        planned, versions = [*reply.text.encode(), *stop], list[int]()
-        finish = "length" if len(planned) > sampling.max_new_tokens else reply.finish
+        ends = [at + len(stop) for stop in sampling.stop_texts if (at := reply.text.find(stop)) >= 0]
+        finish = "stop" if ends else reply.finish
+        stop = sampling.stop_token_ids[:1] if finish == "stop" and not ends else ()
+        planned, versions = [*reply.text[: min(ends, default=None)].encode(), *stop], list[int]()
+        finish = "length" if len(planned) > sampling.max_new_tokens else finish
         try:
             await self._wait_until(lambda: self._paused is None or running.aborted)
             running.started = True
@@ -139,20 +121,18 @@ class ScriptedEngine:
                     break
                 versions.append(self._version)
             else:
-                if reply.error is not None:
+                if reply.error:
                     raise reply.error
         finally:
             del self._running[request.request_id]
             self._changed.unpark_all()
         log_probs = [-2.0 * fake_uniform(sampling.seed, *each) for each in enumerate(versions)]
-        scored = np.where(np.arange(len(request.prompt_ids)) > 0, NAT, ZERO)  # as FakeBackend.forward gives
         return Completion(
             request_id=request.request_id,
             token_ids=np.asarray(planned[: len(versions)], np.int64),
             log_probs=np.asarray(log_probs, np.float32),
             weight_versions=np.asarray(versions, np.int64),
             finish_reason=finish,
-            prompt_log_probs=scored if request.score_prompt else None,
         )
 
     async def weight_version(self) -> int:
@@ -165,10 +145,6 @@ class ScriptedEngine:
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
         await self._look()
-        if self.features.shares_weights and version != self._version:
-            raise WeightVersionError(
-                f"update to version {version} of an engine that shares weights at version {self._version}"
-            )
         if not path.is_dir():
             raise EngineError(f"{path} is not a directory")
         self._version = version
@@ -211,8 +187,6 @@ class ScriptedEngine:
 
     async def begin_update(self) -> None:
         await self._look()
-        if self.features.shares_weights:
-            raise EngineError("an engine that shares the trainer's weights takes no update")
         self._updating, self.received = True, []
 
     def receive_bucket(self, bucket: Bucket) -> None:
@@ -227,7 +201,7 @@ class ScriptedEngine:
         self._updating, self._version = False, version
 
     def statistics(self) -> Mapping[str, float]:
-        return {"running": float(len(self._running)), "requests": float(len(self.requests))}
+        return {"running": len(self._running), "requests": len(self.requests)}
 
     def close(self) -> None:
         """Every request in flight and every later call raises EngineClosed."""
@@ -249,8 +223,7 @@ class ScriptedEngine:
 
 def fake_uniform(*key: object) -> float:
     """A number in [0, 1) that depends on the key and nothing else."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") / 2**32
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "big") / 2**32
 
 
 # --- backend ------------------------------------------------------------------------------------------------
@@ -263,14 +236,14 @@ class FakeFuture(Generic[ResultT]):
     _result: ResultT | None
     failure: RolloutsError | None
     done_at: float
-    undo: Callable[[], None]  # brings the backend back to where it was when this was queued
+    before: Any  # the backend's state, and how many batches it had, when this was queued
     has_pieces: bool  # an interrupt can end it
     awaited: bool = False
 
     async def result(self) -> ResultT:
         self.awaited = True
         await trio.sleep_until(self.done_at)
-        if self.failure is not None:
+        if self.failure:
             raise self.failure
         return self._result  # pyright: ignore[reportReturnType]  (None only where ResultT is None)
 
@@ -282,13 +255,9 @@ class FakeFuture(Generic[ResultT]):
 
 
 @asynccontextmanager
-async def open_fake_backend(
-    *, step_s: float = 0.0, micro_batch_s: float = 0.0, failures: Mapping[int, RolloutsError] | None = None
-) -> AsyncIterator[FakeBackend]:
-    """A backend whose pieces of work take `step_s` each; the i-th piece submitted (from 0) fails with
-    failures[i]. An interrupt is felt `micro_batch_s` later. Leaving raises the first failure nobody awaited.
-    """
-    backend = FakeBackend(step_s, micro_batch_s, failures or {})
+async def open_fake_backend(**options: Any) -> "AsyncIterator[FakeBackend]":
+    """A FakeBackend with these options. Leaving raises the first failure nobody awaited."""
+    backend = FakeBackend(**options)
     yield backend
     backend._closed = True
     await trio.lowlevel.checkpoint()
@@ -303,11 +272,10 @@ class FakeBackend:
     open_fake_backend.
     """
 
-    _step_s: float
-    _micro_batch_s: float
-    _failures: Mapping[int, RolloutsError]
+    step_s: float = 0.0  # that a piece of work takes
+    micro_batch_s: float = 0.0  # after which an interrupt is felt
+    failures: Mapping[int, RolloutsError] = field(default_factory=dict)  # of the i-th piece submitted, from 0
     batches: list[RolloutBatch] = field(default_factory=list)  # of every forward_backward that did not fail
-    losses: list[LossSpec] = field(default_factory=list)
     _futures: list[FakeFuture[Any]] = field(default_factory=list)
     _free_at: float = 0.0  # when the last piece of work is done
     _failed: RolloutsError | None = None
@@ -321,12 +289,11 @@ class FakeBackend:
     def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> FakeFuture[ForwardBackwardResult]:
         def run() -> ForwardBackwardResult:
             self.batches.append(batch)
-            self.losses.append(loss)
             tokens = float(batch.response_lengths.sum())
-            denominators = {"tokens": tokens, "constant": loss.constant or 1.0}
+            units = {"tokens": tokens, "constant": loss.constant or 1.0}
             return ForwardBackwardResult(
                 loss=1.0 / (1 + self._state["steps"]),
-                denominator=denominators.get(loss.unit, float(len(batch))),
+                denominator=units.get(loss.unit, len(batch)),
                 metrics={"loss/tokens": Total(tokens)},
             )
 
@@ -373,23 +340,19 @@ class FakeBackend:
         return self._submit(run)
 
     def load(self, path: Path) -> FakeFuture[None]:
-        def run() -> None:
-            try:
-                self._state.update(json.loads((path / "fake.json").read_text()))
-            except FileNotFoundError as error:
-                raise CheckpointError(f"{error}; it is written by FakeBackend.save") from error
-
-        return self._submit(run)
+        return self._submit(lambda: self._state.update(json.loads((path / "fake.json").read_text())))
 
     def interrupt(self) -> None:
-        undecided = [future for future in self._futures if future.failure is None and not future.done()]
+        undecided = [future for future in self._futures if not future.failure and not future.done()]
         while undecided and not undecided[0].has_pieces:
             del undecided[0]
         if not undecided:
             return
-        undecided[0].undo()
+        state, count = undecided[0].before
+        self._state.update(state)
+        del self.batches[count:]
         failure = self._failed = StepInterrupted("the step was interrupted between two micro-batches")
-        self._free_at = trio.current_time() + self._micro_batch_s
+        self._free_at = trio.current_time() + self.micro_batch_s
         for future in undecided:  # who waits already is told at the time it expected
             future.failure, future.done_at = failure, self._free_at
             failure = EarlierStepFailed("an earlier step was interrupted; call reset()")
@@ -402,7 +365,7 @@ class FakeBackend:
         return self._submit(partial(self._state.update, version=version))
 
     def statistics(self) -> Mapping[str, float]:
-        return {"submitted": float(len(self._futures)), "steps": float(self._state["steps"])}
+        return {"submitted": len(self._futures), "steps": self._state["steps"]}
 
     def _weights(self) -> dict[str, Any]:  # arrays in place of tensors
         return {"weight": np.full(2, self._state["weight"], np.float32)}
@@ -412,23 +375,18 @@ class FakeBackend:
     ) -> FakeFuture[ResultT]:
         if self._closed:
             raise BackendClosed("the backend is closed; use it inside its `async with open_fake_backend(…)`")
-        state, count = dict(self._state), len(self.batches)
-
-        def undo() -> None:
-            self._state.update(state)
-            del self.batches[count:], self.losses[count:]
-
-        result, failure = None, self._failures.get(len(self._futures))
-        if self._failed is not None:
+        before = dict(self._state), len(self.batches)
+        result, failure = None, self.failures.get(len(self._futures))
+        if self._failed:
             failure = EarlierStepFailed(f"a step before this one failed ({self._failed}); call reset()")
-        elif failure is None:
+        elif not failure:
             try:
                 result = run()
             except RolloutsError as error:
                 failure = error
         self._failed = self._failed or failure
-        duration_s = self._step_s if takes_s is None else takes_s
+        duration_s = self.step_s if takes_s is None else takes_s
         self._free_at = max(self._free_at, trio.current_time()) + duration_s
-        future = FakeFuture(result, failure, self._free_at, undo, has_pieces)
+        future = FakeFuture(result, failure, self._free_at, before, has_pieces)
         self._futures.append(future)
         return future

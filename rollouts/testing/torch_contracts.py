@@ -6,16 +6,16 @@
 every time it is opened, and a token vocabulary of at least 40.
 """
 
-import threading
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from threading import Event
 
 import numpy as np
 import torch
 import trio
+from numpy.testing import assert_raises
 from torch import Tensor
 
 from rollouts.errors import (
@@ -49,18 +49,14 @@ def _make_loss(weigh: Callable[[Tensor], Tensor], *, miscount: int = 0) -> Calla
     return loss
 
 
-def _fail(*drawn: Tensor) -> Tensor:
-    raise ZeroDivisionError("the loss failed on purpose")
-
-
 nan_loss = _make_loss(lambda log_probs: log_probs * torch.nan)
 # a loss of 0 whose gradient is infinite: the root of 0
 infinite_gradient_loss = _make_loss(lambda log_probs: (log_probs - log_probs.detach()).abs().sqrt())
 miscounting_loss = _make_loss(lambda log_probs: log_probs, miscount=1)
-raising_loss = _make_loss(_fail)
+raising_loss = _make_loss(lambda log_probs: log_probs / (1 // 0))
 # SFT whose tokens are weighted by numbers that torch draws; and one that fails after it has drawn
 drawing_loss = _make_loss(lambda log_probs: -log_probs * torch.rand_like(log_probs))
-drawing_and_raising_loss = _make_loss(lambda log_probs: _fail(torch.rand_like(log_probs)))
+drawing_and_raising_loss = _make_loss(lambda log_probs: torch.rand_like(log_probs) / (1 // 0))
 
 
 # --- batches and weights ------------------------------------------------------------------------------------
@@ -68,15 +64,14 @@ drawing_and_raising_loss = _make_loss(lambda log_probs: _fail(torch.rand_like(lo
 
 def make_batch(seed: int = 0, *, groups: int = 3, size: int = 3, temperature: float = 1.0) -> RolloutBatch:
     """Groups with a common prompt and answers of unlike length; advantages and mu are random."""
-    rng = np.random.default_rng(seed)
-    rows: list[Any] = []
+    rng, rows = np.random.default_rng(seed), []
     for group in range(groups):
         prompt = rng.integers(0, 40, 3 + 2 * group)
         for _ in range(size):
             tokens = np.concatenate([prompt, rng.integers(0, 40, rng.integers(1, 9))])
             mask = np.arange(len(tokens)) >= len(prompt)
-            log_probs = np.where(mask, rng.normal(-3.7, 0.1, len(tokens)), 0.0).astype(np.float32)
-            rows.append((tokens, mask, log_probs, np.where(mask, rng.normal(), 0.0).astype(np.float32)))
+            values = rng.normal(-3.7, 0.1, len(tokens)), rng.normal()
+            rows.append((tokens, mask, *(np.where(mask, each, 0.0).astype(np.float32) for each in values)))
     tokens, masks, log_probs, advantages = zip(*rows, strict=True)
     return RolloutBatch(
         tokens=tokens,
@@ -98,17 +93,35 @@ def assert_weights_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor])
 
 async def raised_by(future: Awaitable[object], kind: type[Exception] = Exception) -> Exception:
     """The error of this kind that awaiting the future raises."""
-    try:
+    with assert_raises(kind) as caught:
         await future
-    except kind as error:
-        return error
-    raise AssertionError(f"the future raised no {kind.__name__}")
+    return caught.exception
 
 
 async def train(backend: TrainingBackend, batch: RolloutBatch = BATCH, loss: LossSpec = SFT) -> None:
     """One good step."""
     await backend.forward_backward(batch, loss)
     assert (await backend.optim_step(STEP)).skipped is None
+
+
+@asynccontextmanager
+async def leaving_no_trace(open_backend: OpenBackend, steps: int = 1) -> AsyncIterator[TrainingBackend]:
+    """A backend after so many steps, 0 to 2. What the block does to it changes no bit of the weights, and the
+    next steps, up to two in all, do what they would have done without it.
+    """
+    async with open_backend() as backend:
+        for _ in range(2):
+            await train(backend)
+        undisturbed = await backend.get_weights()
+    async with open_backend() as backend:
+        for _ in range(steps):
+            await train(backend)
+        before = await backend.get_weights()
+        yield backend
+        assert_weights_equal(before, await backend.get_weights())
+        for _ in range(steps, 2):
+            await train(backend)
+        assert_weights_equal(undisturbed, await backend.get_weights())
 
 
 # --- steps --------------------------------------------------------------------------------------------------
@@ -119,7 +132,7 @@ async def check_steps_train(open_backend: OpenBackend) -> None:
     max_grad_norm is scaled, and the result reports the norm before.
     """
     async with open_backend() as backend:
-        losses: list[float] = []
+        losses = []
         for step in range(10):
             forward, optim = backend.forward_backward(BATCH, SFT), backend.optim_step(STEP)
             result, done = await forward, await optim
@@ -145,17 +158,14 @@ async def check_accumulation_equals_one_batch(open_backend: OpenBackend) -> None
     global denominator.
     """
     spec = LossSpec("reinforce", unit="constant", constant=50.0)
-    norms: list[float] = []
+    norms = []
     async with open_backend() as backend:
         before = await backend.get_weights()
         for parts in ([slice(None)], [slice(4), slice(4, None)]):
             await backend.load_weights(before)
             for part in parts:
-                rows = RolloutBatch(
-                    tokens=BATCH.tokens[part],
-                    loss_masks=BATCH.loss_masks[part],
-                    advantages=(BATCH.advantages or ())[part],
-                )
+                names = ("tokens", "loss_masks", "advantages")
+                rows = RolloutBatch(**{name: getattr(BATCH, name)[part] for name in names})
                 await backend.forward_backward(rows, spec)
             step = await backend.optim_step(OptimParams(lr=1e-6, max_grad_norm=None))
             norms.append(step.grad_norm or 0.0)
@@ -171,43 +181,29 @@ async def check_non_finite_steps_change_nothing(open_backend: OpenBackend) -> No
     """After a skipped step weights and optimizer are bit-identical: the next step does what it would have
     done without it.
     """
-    undisturbed = await _train_twice(open_backend)
     for kind, where in (("nan", "loss"), ("infinite_gradient", "gradient")):
-        async with open_backend() as backend:
-            await train(backend)
-            before = await backend.get_weights()
+        async with leaving_no_trace(open_backend) as backend:
             await backend.forward_backward(BATCH, SFT)  # what was accumulated before is not used either
             bad = await backend.forward_backward(BATCH, LossSpec(f"{HERE}:{kind}_loss"))
             skipped = await backend.optim_step(STEP)
             assert (bad.skipped is not None and bad.loss is None) == (where == "loss"), bad
             assert skipped.skipped is not None and where in skipped.skipped and skipped.grad_norm is None
-            assert_weights_equal(before, await backend.get_weights())
             assert backend.statistics()["skipped_steps"] == 1
-            await train(backend)
-            assert_weights_equal(undisturbed, await backend.get_weights())
 
 
 async def check_an_undone_update_leaves_no_trace(open_backend: OpenBackend) -> None:
     """revert() puts weights and moments back bit for bit, before any step too, and the next steps do what
     they would have done without what was undone. A second one is a BackendError.
     """
-    undisturbed = await _train_twice(open_backend)
     for steps in (0, 1):
-        async with open_backend() as backend:
-            for _ in range(steps):
-                await train(backend)
-            before = await backend.get_weights()
+        async with leaving_no_trace(open_backend, steps) as backend:
             await backend.hold()
             await train(backend, make_batch(1))
             await backend.forward_backward(BATCH, SFT)  # its gradient is discarded
             await backend.revert()
-            assert_weights_equal(before, await backend.get_weights())
             await raised_by(backend.revert(), BackendError)
             await backend.reset()
-            for _ in range(steps, 2):
-                await train(backend)
-            assert_weights_equal(undisturbed, await backend.get_weights())
-            assert backend.statistics()["steps"] == 3, "the schedule goes on"
+            assert backend.statistics()["steps"] == steps + 1, "the schedule goes on"
 
 
 # --- failures -----------------------------------------------------------------------------------------------
@@ -218,12 +214,9 @@ async def check_failed_step_stops_later_ones_until_reset(open_backend: OpenBacke
     later ones EarlierStepFailed. After reset() the backend trains as if none of them had begun. A failure
     that nobody awaited is raised when the backend closes.
     """
-    undisturbed = await _train_twice(open_backend)
     for loss, kind in ((LossSpec(f"{HERE}:raising_loss"), UserFunctionError), (SFT, StepInterrupted)):
-        gate = threading.Event()
-        async with open_backend() as backend:
-            await train(backend)
-            before = await backend.get_weights()
+        gate = Event()
+        async with leaving_no_trace(open_backend) as backend:
             await backend.forward_backward(BATCH, SFT)  # its gradient is discarded
             held = backend.stream_weights(lambda bucket, gate=gate: _pass(gate))  # the step has not begun yet
             failed = backend.forward_backward(BATCH, loss)
@@ -238,29 +231,15 @@ async def check_failed_step_stops_later_ones_until_reset(open_backend: OpenBacke
                 assert isinstance(error.__cause__, kind)
             assert backend.weight_version == 0, "the version queued behind the failure was never set"
             await backend.reset()
-            assert_weights_equal(before, await backend.get_weights())
             await raised_by(backend.optim_step(STEP), BackendError)
             await backend.reset()
-            await train(backend)
-            assert_weights_equal(undisturbed, await backend.get_weights())
-    try:
+    with assert_raises(UserFunctionError):
         async with open_backend() as backend:
             backend.forward_backward(BATCH, LossSpec(f"{HERE}:raising_loss"))
-    except UserFunctionError:
-        return
-    raise AssertionError("leaving the backend hid a failure")
 
 
-def _pass(gate: threading.Event) -> None:
+def _pass(gate: Event) -> None:
     assert gate.wait(60), "nobody opened the gate"
-
-
-async def _train_twice(open_backend: OpenBackend) -> dict[str, Tensor]:
-    """The weights after two steps on one batch."""
-    async with open_backend() as backend:
-        for _ in range(2):
-            await train(backend)
-        return await backend.get_weights()
 
 
 async def check_wrong_steps_are_refused(open_backend: OpenBackend) -> None:
@@ -317,7 +296,7 @@ async def check_weights_come_and_go(open_backend: OpenBackend) -> None:
     """
     async with open_backend() as backend:
         before = await backend.get_weights()
-        streamed: dict[str, Tensor] = {}
+        streamed = {}
         await backend.stream_weights(
             lambda bucket: streamed.update({name: tensor.cpu().clone() for name, tensor in bucket})
         )

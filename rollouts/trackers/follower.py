@@ -18,9 +18,8 @@ import random
 import sys
 import tomllib
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -33,9 +32,7 @@ from rollouts.config.secrets import find_secrets, hide_secrets, remove_secrets
 from rollouts.errors import RowsRefused, RunDirError, SinkRefused, TrackerError
 from rollouts.metrics.jsonl import NonNegative, Place, read_lines
 from rollouts.run_dir import RunDir, replace_file
-from rollouts.trackers.sinks import ALERTS, SINKS, RunInfo, Sink, TrackedRow, open_sink
-
-Say = Callable[[str], None]
+from rollouts.trackers.sinks import ALERTS, SINKS, Batch, Mark, RunInfo, Say, SinkKind, TrackedRow, open_sink
 
 # --- the position -------------------------------------------------------------------------------------------
 
@@ -60,8 +57,11 @@ class Position(msgspec.Struct):
     def describe_left_out(self) -> str:
         """What the tracker will never have, empty where that is nothing."""
         rows, values = self.left_out.rows, (self.mark or {}).get("left_out")
-        said = [f"{rows} refused for good and left out, the last: {self.left_out.last}"] if rows else []
-        return "; ".join([*said, *([f"{values} values left out by the service"] if values else [])])
+        said = (
+            f"{rows} refused for good and left out, the last: {self.left_out.last}" if rows else "",
+            f"{values} values left out by the service" if values else "",
+        )
+        return "; ".join(filter(None, said))
 
 
 def position_path(root: Path, name: str) -> Path:
@@ -103,36 +103,32 @@ class Head(msgspec.Struct):
 
 def read_batch(
     root: Path, files: Sequence[str], position: Position, *, limit: int, say: Say
-) -> tuple[list[TrackedRow], dict[str, Place]]:
+) -> tuple[Batch, dict[str, Place]]:
     """Up to `limit` whole rows after the position, of all files together by their time; and where each file's
     next row begins after them and the lines that are no rows.
 
     Within a file rows keep their order. A line that is no row is passed over and said; one without its
     newline is waited for. Raises OSError.
     """
-    rows: list[TrackedRow] = []
-    ends: dict[str, Place] = {}
-    sources = [parse_lines(root, file, position.files.get(file, Place()), say) for file in files]
-    for _, file, row, end in heapq.merge(*sources, key=itemgetter(0)):
+
+    def parse_lines(file: str) -> Iterator[tuple[float, str, Any, Place]]:
+        """(time, file, row, where the next line begins) of each whole line; row None: it is none."""
+        for line, end in read_lines(root / f"{file}.jsonl", position.files.get(file, Place())):
+            try:
+                row = msgspec.json.decode(line)
+                yield msgspec.convert(row, Head).time_unix, file, row, end
+            except (ValueError, RecursionError):
+                say(f"{file}.jsonl: no row ends at byte {end.offset} ({line[:40]!r}…): passed over")
+                yield -math.inf, file, None, end
+
+    rows, ends = [], {}
+    for _, file, row, end in heapq.merge(*map(parse_lines, files), key=itemgetter(0)):
         if row is not None:
             if len(rows) == limit:
                 break
             rows.append(TrackedRow(file, row, position.number + len(rows), end))
         ends[file] = end
     return rows, ends
-
-
-def parse_lines(
-    root: Path, file: str, place: Place, say: Say
-) -> Iterator[tuple[float, str, Mapping[str, Any] | None, Place]]:
-    """(time, file, row, where the next line begins) of each whole line; row None: it is none."""
-    for line, end in read_lines(root / f"{file}.jsonl", place):
-        try:
-            row = msgspec.json.decode(line)
-            yield msgspec.convert(row, Head).time_unix, file, row, end
-        except (ValueError, RecursionError):
-            say(f"{file}.jsonl: no row ends at byte {end.offset} ({line[:40]!r}…): passed over")
-            yield -math.inf, file, None, end
 
 
 # --- the follower -------------------------------------------------------------------------------------------
@@ -147,111 +143,112 @@ NICE = 10  # the run goes first
 Outcome = Literal["sent", "behind", "held"]  # all rows; not all; none, as another process follows the run
 
 
-@dataclass(eq=False)
-class Follower:
-    """Follows one run for one tracker."""
+async def follow(root: Path, name: str, say: Say, over: trio.Event) -> Outcome:
+    """Sends rows to one tracker until nothing is written any more (`over`) and all are sent, or the service
+    refuses or stays away after that. Raises RunDirError for a position that cannot be read.
+    """
+    kind, path, last_tries = SINKS[name], position_path(root, name), LAST_TRIES
+    failures, trouble = 0, ""  # since rows were taken last, and what was said of them
 
-    _root: Path
-    _name: str
-    _say: Say
-    _over: trio.Event  # nothing is written any more
-    _failures: int = 0  # since rows were taken last
-    _trouble: str = ""  # what was said of them
+    def store(position: Position) -> None:
+        nonlocal failures, trouble
+        write_position(path, position)
+        if trouble:
+            say("takes rows again")
+        failures, trouble = 0, ""
 
-    def __post_init__(self) -> None:
-        self._kind, self._path = SINKS[self._name], position_path(self._root, self._name)
+    async def call(function: Callable[..., Any], *args: object) -> Any:
+        """The result of a call that may block. One that blocks for too long ends the process."""
+        with trio.move_on_after(kind.deadline_s):
+            return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=True)
+        say(f"hung for {kind.deadline_s:g} s and was ended")
+        os._exit(1)
 
-    async def follow(self) -> Outcome:
-        """Sends rows until the run is over and all are sent, or the service refuses or stays away after
-        that. Raises RunDirError for a position that cannot be read.
-        """
-        last_tries = LAST_TRIES
-        while True:
-            try:
-                await self._send_until_over()
-                return "sent"
-            except RunDirError:
-                raise
-            except Exception as error:  # whatever a library raises must neither end this nor lose rows
-                refused = isinstance(error, SinkRefused)
-                told = f"{error}" if isinstance(error, TrackerError) else repr(error)
-                problem = f"{'refuses' if refused else 'does not take'} rows: {told}"
-            wait_s, is_over = REFUSED_WAIT_S if refused else choose_wait(self._failures), self._over.is_set()
-            last_tries -= is_over
-            if is_over and (refused or last_tries < 0):
-                self._say(problem)
-                return "behind"
-            if problem != self._trouble:
-                self._say(f"{problem}; tried again until it does")
-            self._failures, self._trouble = self._failures + 1, problem
-            if is_over:
-                await trio.sleep(min(wait_s, LAST_WAIT_S))
-            with trio.move_on_after(wait_s):
-                await self._over.wait()
-
-    async def _send_until_over(self) -> None:
-        """Opens the sink at the stored position and sends rows until the run is over and all are sent. Raises
-        what the sink raises, OSError.
-        """
-        position, kind, was_over = read_position(self._path), self._kind, False
-        write_position(self._path, position)  # a kill never gives a run two identities
-        run = describe_run(self._root, position)._replace(say=self._say)
-        sink: Sink = await self._call(open_sink, self._name, run)
+    while True:
         try:
-            while not was_over:
-                was_over = self._over.is_set()  # before the files are read
-                rows, ends = read_batch(
-                    self._root, kind.files, position, limit=kind.batch_rows, say=self._say
-                )
-                if rows:
-                    await self._send(sink, position, rows)
-                if ends:
-                    position.files |= ends
-                    self._store(position)
-                    was_over = False
-                elif not was_over:
-                    with trio.move_on_after(LOOK_S):
-                        await self._over.wait()
-        finally:
-            await self._call(sink.close)
-        self._store(position, confirmed=True)
+            position = read_position(path)
+            write_position(path, position)  # a kill never gives a run two identities
+            sink = await call(open_sink, name, describe_run(root, position)._replace(say=say))
+            try:
+                await send_until_over(root, kind, position, over, say, partial(call, sink.send), store)
+            finally:
+                await call(sink.close)
+            store(position)
+            return "sent"
+        except RunDirError:
+            raise
+        except Exception as error:  # whatever a library raises must neither end this nor lose rows
+            refused = isinstance(error, SinkRefused)
+            problem = (
+                f"{'refuses' if refused else 'does not take'} rows:"
+                f" {error if isinstance(error, TrackerError) else repr(error)}"
+            )
+        wait_s, is_over = REFUSED_WAIT_S if refused else choose_wait(failures), over.is_set()
+        last_tries -= is_over
+        if is_over and (refused or last_tries < 0):
+            say(problem)
+            return "behind"
+        if problem != trouble:
+            say(f"{problem}; tried again until it does")
+        failures, trouble = failures + 1, problem
+        if is_over:
+            await trio.sleep(min(wait_s, LAST_WAIT_S))
+        with trio.move_on_after(wait_s):
+            await over.wait()
 
-    async def _send(self, sink: Sink, position: Position, rows: Sequence[TrackedRow]) -> None:
+
+async def send_until_over(
+    root: Path,
+    kind: SinkKind,
+    position: Position,
+    over: trio.Event,
+    say: Say,
+    send: Callable[[Batch], Awaitable[Mark | None]],
+    store: Callable[[Position], None],
+) -> None:
+    """Sends the rows after the position, and moves and stores it, until the run is over and all are sent.
+    Raises what `send` raises, OSError.
+    """
+
+    async def send_rows(rows: Batch) -> None:
         """Moves the position behind the rows when the sink has taken them, whole or, where it refuses some,
         in halves without those that it refuses alone. A half that is taken counts at once.
         """
         try:
-            position.mark = await self._call(sink.send, rows) or position.mark
+            position.mark = await send(rows) or position.mark
         except RowsRefused as error:
             if len(rows) > 1:
                 middle = len(rows) // 2
                 for half in (rows[:middle], rows[middle:]):
-                    await self._send(sink, position, half)
+                    await send_rows(half)
                 return
             row = rows[0].row
             named = f" {row['name']!r}" if "name" in row else ""
-            place = f"stage {row['stage']}, step {row['step']}, attempt {row['attempt']}"
-            which = f"row{named} of {rows[0].file}.jsonl ({place})"
-            self._say(f"refuses {which} for good; it is left out: {error}")
+            which = (
+                f"row{named} of {rows[0].file}.jsonl (stage {row['stage']}, step {row['step']}, attempt"
+                f" {row['attempt']})"
+            )
+            say(f"refuses {which} for good; it is left out: {error}")
             position.left_out = LeftOut(position.left_out.rows + 1, which)
         position.files |= {row.file: row.end for row in rows}
         position.number += len(rows)
-        self._store(position)
+        if not kind.confirms_at_close:
+            store(position)
 
-    def _store(self, position: Position, *, confirmed: bool = False) -> None:
-        """Stores the position, unless the sink confirms only when it is closed."""
-        if confirmed or not self._kind.confirms_at_close:
-            write_position(self._path, position)
-            if self._trouble:
-                self._say("takes rows again")
-            self._failures, self._trouble = 0, ""
-
-    async def _call(self, function: Callable[..., Any], *args: object) -> Any:
-        """The result of a call that may block. One that blocks for too long ends the process."""
-        with trio.move_on_after(self._kind.deadline_s):
-            return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=True)
-        self._say(f"hung for {self._kind.deadline_s:g} s and was ended")
-        os._exit(1)
+    was_over = False
+    while not was_over:
+        was_over = over.is_set()  # before the files are read
+        rows, ends = read_batch(root, kind.files, position, limit=kind.batch_rows, say=say)
+        if rows:
+            await send_rows(rows)
+        if ends:
+            position.files |= ends
+            if not kind.confirms_at_close:
+                store(position)
+            was_over = False
+        elif not was_over:
+            with trio.move_on_after(LOOK_S):
+                await over.wait()
 
 
 def choose_wait(failures: int) -> float:
@@ -263,9 +260,9 @@ def choose_wait(failures: int) -> float:
 
 def describe_run(root: Path, position: Position) -> RunInfo:
     """What a sink is told of the run. A config that is missing or cannot be read is an empty one."""
-    config: dict[str, Any] = {}
+    config = {}
     with suppress(OSError, ValueError):
-        config = remove_secrets("", tomllib.loads(RunDir(root).config.read_text(encoding="utf-8")))
+        config = remove_secrets("", tomllib.loads(RunDir(root).config.read_text("utf-8")))
     whole = root.resolve()
     return RunInfo(position.id, whole.name, whole, config, os.environ, position.mark or {})
 
@@ -305,7 +302,7 @@ async def follow_all(
                     await trio.to_thread.run_sync(fcntl.flock, lock, fcntl.LOCK_EX, abandon_on_cancel=True)
                 except OSError:  # a file system without locks keeps nobody off
                     pass
-                outcomes[name] = await Follower(root, name, tell, over).follow()
+                outcomes[name] = await follow(root, name, tell, over)
         except Exception as error:  # nobody reads a traceback here
             tell(f"cannot follow the run: {type(error).__name__}: {error}")
 

@@ -18,8 +18,8 @@ import trio
 from rollouts.errors import InfrastructureError, RunDirError
 from rollouts.processes.process import open_process
 from rollouts.run_dir import RunDir, find_activity, open_run_dir
-from rollouts.trackers.follower import Say, choose_wait, follow_all, position_path, read_batch, read_position
-from rollouts.trackers.sinks import SINKS, check_trackers
+from rollouts.trackers.follower import choose_wait, follow_all, position_path, read_batch, read_position
+from rollouts.trackers.sinks import SINKS, Say, check_trackers
 
 END_S = 2.0  # most that a run waits at its end for its follower to have sent everything
 DRAIN_S = 30.0  # that the follower has after the end of the run
@@ -47,23 +47,24 @@ async def open_trackers(run_dir: RunDir, names: Sequence[str], *, say: Say) -> A
             with trio.CancelScope(shield=True, deadline=trio.current_time() + END_S):
                 await ended.wait()
             nursery.cancel_scope.cancel()
-    behind: list[str] = []
+    behind = []
     for name in names:
         left_out, is_behind = read_state(root, name)
         behind += [name] * is_behind
         if left_out:
-            log = root / "trackers" / f"{name}.log"
-            say(f"warning: {name} does not have all rows: {left_out}; see {log}")
+            say(f"warning: {name} does not have all rows: {left_out}; see {root / 'trackers' / name}.log")
     if behind:
-        left = "the follower has ended" if ended.is_set() else f"they have {DRAIN_S:.0f} s more"
-        say(f"not everything was sent to {', '.join(behind)}, {left}; {describe_catching_up(root, behind)}")
+        say(
+            f"not everything was sent to {', '.join(behind)},"
+            f" {'the follower has ended' if ended.is_set() else f'they have {DRAIN_S:.0f} s more'};"
+            f" {describe_catching_up(root, behind)}"
+        )
 
 
 async def keep_follower(
     root: Path, command: Sequence[str], over: trio.Event, ended: trio.Event, say: Say
 ) -> None:
     """Runs the follower, and again when it dies, until the run is over. Then `ended` is set."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     failures = 0
 
     async def end_stdin(channel: trio.SocketStream) -> None:
@@ -76,7 +77,7 @@ async def keep_follower(
             async with (
                 open_process(
                     command,
-                    env=environment,
+                    env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                     log=Path(os.devnull),  # what libraries print may have secrets in it
                     with_channel=True,
                     linger_s=DRAIN_S,
@@ -116,8 +117,10 @@ def read_state(root: Path, name: str) -> tuple[str, bool]:
 
 def describe_catching_up(root: Path, names: Sequence[str]) -> str:
     """The command that sends what is left."""
-    to = " ".join(f"--to {name}" for name in names)
-    return f"to send the rest: python -m rollouts track {shlex.quote(str(root))} {to} --once"
+    return (
+        f"to send the rest: python -m rollouts track {shlex.quote(str(root))}"
+        f" {' '.join(f'--to {name}' for name in names)} --once"
+    )
 
 
 # --- from a terminal ----------------------------------------------------------------------------------------
@@ -142,19 +145,27 @@ def run_track(arguments: argparse.Namespace) -> int:
         while not once and find_activity(run_dir).may_go_on:  # noqa: ASYNC110
             await trio.sleep(LOOK_S)  # no system tells when a lock is given back
 
-    def say(name: str, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     try:
-        outcomes = trio.run(partial(follow_all, root, names, wait_over=wait_over, say=say, once=once))
+        outcomes = trio.run(
+            partial(
+                follow_all,
+                root,
+                names,
+                wait_over=wait_over,
+                say=lambda name, text: print(text, file=sys.stderr, flush=True),
+                once=once,
+            )
+        )
     except KeyboardInterrupt:
         print(f"stopped: {describe_catching_up(root, names)}", file=sys.stderr)
         return 130
     for name, outcome in outcomes.items():
         position = read_position(position_path(root, name))
         left_out = position.describe_left_out()
-        sent = f"{position.number - position.left_out.rows} rows sent{f' ({left_out})' if left_out else ''}"
-        print(f"{name}: {sent}{OUTCOMES[outcome]}")
+        print(
+            f"{name}: {position.number - position.left_out.rows} rows sent"
+            f"{f' ({left_out})' if left_out else ''}{OUTCOMES[outcome]}"
+        )
     if behind := [name for name, outcome in outcomes.items() if outcome == "behind"]:
         print(describe_catching_up(root, behind), file=sys.stderr, flush=True)
         return 1

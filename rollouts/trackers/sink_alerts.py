@@ -18,7 +18,7 @@ from rollouts.config.load import load_recorded
 from rollouts.config.tables import AlertConfig
 from rollouts.errors import parse_call
 from rollouts.run_dir import RunDir
-from rollouts.trackers.sinks import Mark, RunInfo, Sink, TrackedRow
+from rollouts.trackers.sinks import Batch, Mark, RunInfo, Sink
 
 TELL_S = 10.0
 
@@ -26,45 +26,43 @@ TELL_S = 10.0
 def open_sink(run: RunInfo) -> Sink:
     """Looks at rows and tells what is new. Raises ConfigError for a run whose config cannot be read."""
     alerts = load_recorded(RunDir(run.root).config).alerts
-    states: dict[str, dict[str, Any]] = run.mark.get("states", {})
+    states = run.mark.get("states", {})
 
-    def send(rows: Sequence[TrackedRow]) -> Mark:
+    def tell_all(alert: AlertConfig, text: str) -> None:
+        """Says it in the run's log, to the command and to the webhook, and of each of these if it failed."""
+        run.say(text)
+        for tell, to in ((run_command, alert.run), (post, [alert.webhook])):
+            try:
+                if any(to):
+                    tell(to, text)
+            except Exception as error:  # whatever it is; its own text may have the webhook's URL
+                run.say(f"warning: {to[0]} did not take an alert: {type(error).__name__}")
+
+    def send(rows: Batch) -> Mark:
         """Returns when all was told, or could not be, which is said."""
         for tracked in rows:
             row = tracked.row
             for alert in alerts:
                 state = states.setdefault(f"{row['stage']} {alert}", {"holds": False})
-                found = check_rule(alert, row, state) if is_about(alert, row) else None
+                found = check_rule(alert, row, state)
                 if found not in (None, state["holds"]):
                     state["holds"] = found
-                    what = f"{alert.metric} is {row.get(alert.metric, 'absent')}: {alert.rule}"
-                    place = f"{run.name}: {row['stage']} step {row['step']}"
-                    tell_all(run, alert, f"{place}: {what}{'' if found else ' is over'}")
+                    tell_all(
+                        alert,
+                        f"{run.name}: {row['stage']} step {row['step']}: {alert.metric} is"
+                        f" {row.get(alert.metric, 'absent')}: {alert.rule}{'' if found else ' is over'}",
+                    )
         return {"states": states}
 
     return Sink(send)
 
 
-def tell_all(run: RunInfo, alert: AlertConfig, text: str) -> None:
-    """Says it in the run's log, to the command and to the webhook, and of each of these that it failed."""
-    run.say(text)
-    for tell, to in ((run_command, alert.run), (post, [alert.webhook])):
-        try:
-            if any(to):
-                tell(to, text)
-        except Exception as error:  # whatever it is; its own text may have the webhook's URL
-            run.say(f"warning: {to[0]} did not take an alert: {type(error).__name__}")
-
-
-def is_about(alert: AlertConfig, row: Mapping[str, Any]) -> bool:
-    """Whether the alert's metric belongs into the row: a step's, or an evaluation's, which has a name."""
-    area, _, rest = alert.metric.partition("/")
-    name = rest.partition("/")[0] if area == "eval" else None
-    return row.get("name") == name and alert.stage in ("", row["stage"])
-
-
 def check_rule(alert: AlertConfig, row: Mapping[str, Any], state: dict[str, Any]) -> bool | None:
     """Whether the rule holds; None: the row does not tell. `state`, of the stage, changes."""
+    area, name, *_ = f"{alert.metric}/".split("/")
+    # the metric belongs into a step's row, or an evaluation's, which has a name
+    if row.get("name") != (name if area == "eval" else None) or alert.stage not in ("", row["stage"]):
+        return None
     (rule, numbers), value = parse_call(alert.rule), row.get(alert.metric)
     if rule == "absent":
         state["missed"] = state.get("missed", 0) + 1 if value is None else 0

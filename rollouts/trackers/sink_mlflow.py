@@ -7,13 +7,13 @@ ones: rows that are sent again change nothing there. Steps that a resumed run re
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rollouts.config.secrets import flatten_settings
 from rollouts.errors import RowsRefused, SinkRefused
-from rollouts.trackers.sinks import RunInfo, Sink, TrackedRow, clean_name
+from rollouts.trackers.sinks import Batch, RunInfo, Sink, clean_name
 
 TAG = "rollouts.run_id"
 METRICS_PER_CALL, PARAM_CHARS = 1000, 500  # what every server takes
@@ -37,10 +37,10 @@ def open_sink(run: RunInfo) -> Sink:
     from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
     with translating():
-        client: Any = MlflowClient()
+        client = MlflowClient()
         run_id = find_run(client, run)
 
-    def send(rows: Sequence[TrackedRow]) -> None:
+    def send(rows: Batch) -> None:
         """One call for each thousand metrics. Raises SinkRefused or RowsRefused."""
         metrics = [
             Metric(clean_name(name, "/"), float(value), round(row.row["time_unix"] * 1000), row.row["step"])
@@ -54,8 +54,7 @@ def open_sink(run: RunInfo) -> Sink:
                     client.log_batch(run_id, metrics=part, synchronous=True)
             except Exception as error:
                 # A row for a run that was deleted is refused in the same way as a bad row.
-                active = client.get_run(run_id).info.lifecycle_stage == "active"
-                if read_status(error) == 400 and active:
+                if read_status(error) == 400 and client.get_run(run_id).info.lifecycle_stage == "active":
                     raise RowsRefused(" ".join(str(error).split())[:WORDS]) from error
                 raise
 

@@ -10,7 +10,6 @@ lands where it belongs, and what is sent twice is the same twice. All settings a
 """
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import requests
@@ -26,7 +25,7 @@ from opentelemetry.trace import SpanContext
 
 from rollouts import __version__
 from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable
-from rollouts.trackers.sinks import Mark, RunInfo, Sink, TrackedRow, clean_name, describe_metric
+from rollouts.trackers.sinks import Batch, Mark, RunInfo, Sink, clean_name, describe_metric
 
 WORDS = 300  # characters of a collector's words that are worth a line
 SPAN_FIELDS = ("track", "stage", "step", "policy_version", "attempt", "id", "tokens")
@@ -35,14 +34,13 @@ SCOPE = InstrumentationScope("rollouts", __version__)
 
 def open_sink(run: RunInfo) -> Sink:
     """Exports each batch as one request of metrics and one of spans."""
-    answers: list[requests.Response] = []  # of the request under way
+    answers = []  # of the request under way
     session = requests.Session()
     session.hooks["response"].append(lambda answer, **_: answers.append(answer))
     session.max_redirects = 0
     metrics, traces = OTLPMetricExporter(session=session), OTLPSpanExporter(session=session)
     own = Resource({"service.instance.id": run.id, "rollouts.run": run.name})
-    given = OTELResourceDetector().detect()
-    resource = Resource({"service.name": "rollouts"}).merge(given).merge(own)
+    resource = Resource({"service.name": "rollouts"}).merge(OTELResourceDetector().detect()).merge(own)
     left_out = run.mark.get("left_out", 0)  # values that the collector left out
 
     def post(signal: str, exporter: Any, message: Any) -> None:
@@ -53,7 +51,7 @@ def open_sink(run: RunInfo) -> Sink:
             raise SinkUnavailable("the collector does not answer")
         left_out += read_answer(answers[-1], signal)
 
-    def send_rows(signal: str, exporter: Any, make: Any, rows: Sequence[TrackedRow]) -> None:
+    def send_rows(signal: str, exporter: Any, make: Any, rows: Batch) -> None:
         if not rows:
             return
         try:
@@ -67,11 +65,13 @@ def open_sink(run: RunInfo) -> Sink:
                 if len(rows) == 1:
                     post(signal, exporter, make(resource, []))
             except RowsRefused:
-                hint = "even without rows; check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_RESOURCE_ATTRIBUTES"
-                raise SinkRefused(f"{error}, {hint}") from error
+                raise SinkRefused(
+                    f"{error}, even without rows; check OTEL_EXPORTER_OTLP_ENDPOINT and"
+                    " OTEL_RESOURCE_ATTRIBUTES"
+                ) from error
             raise
 
-    def send(rows: Sequence[TrackedRow]) -> Mark | None:
+    def send(rows: Batch) -> Mark | None:
         """Returns when the collector has taken the batch."""
         send_rows("metrics", metrics, make_metrics, [row for row in rows if row.file != "spans"])
         send_rows("traces", traces, make_spans, [row for row in rows if row.file == "spans"])
@@ -95,45 +95,46 @@ def read_answer(answer: requests.Response, signal: str) -> int:
     if status >= 300:
         raise SinkRefused(f"{told}; check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS")
     try:  # the answer to traces has its number in the same field
-        taken = ExportMetricsServiceResponse.FromString(answer.content)
+        return ExportMetricsServiceResponse.FromString(answer.content).partial_success.rejected_data_points
     except DecodeError:
         return 0
-    return taken.partial_success.rejected_data_points
 
 
-def make_metrics(resource: Resource, rows: Sequence[TrackedRow]) -> sdk.MetricsData:
+def make_metrics(resource: Resource, rows: Batch) -> sdk.MetricsData:
     """A gauge per metric with a point per row, at the row's time."""
-    points: dict[str, list[sdk.NumberDataPoint]] = {}
+    points = {}
     for tracked in rows:
         time_ns = round(tracked.row["time_unix"] * 1000) * 1_000_000
         for name, value in tracked.metrics("step", "policy_version").items():
-            point = sdk.NumberDataPoint(tracked.labels(), 0, time_ns, float(value))
-            points.setdefault(name, []).append(point)
+            points.setdefault(name, []).append(
+                sdk.NumberDataPoint(tracked.labels(), 0, time_ns, float(value))
+            )
     metrics = [
         sdk.Metric(f"rollouts.{clean_name(name, '.')}", describe_metric(name), "", sdk.Gauge(held))
         for name, held in points.items()
     ]
-    scopes = [sdk.ScopeMetrics(SCOPE, metrics, "")]
-    return sdk.MetricsData([sdk.ResourceMetrics(resource, scopes, "")] if metrics else [])
+    whole = [sdk.ResourceMetrics(resource, [sdk.ScopeMetrics(SCOPE, metrics, "")], "")]
+    return sdk.MetricsData(whole if metrics else [])
 
 
-def make_spans(resource: Resource, rows: Sequence[TrackedRow]) -> list[ReadableSpan]:
+def make_spans(resource: Resource, rows: Batch) -> list[ReadableSpan]:
     """The span of each row; those of one step of one attempt are a trace. Ids follow from run and row."""
-    spans: list[ReadableSpan] = []
+    run, spans = resource.attributes["service.instance.id"], []
     for tracked in rows:
-        row, run = tracked.row, resource.attributes["service.instance.id"]
+        row = tracked.row
         start_ns = round(row["start_unix"] * 1e6) * 1000
         trace = make_id(16, run, row["stage"], row["step"], row["attempt"])
-        span = ReadableSpan(
-            row["name"],
-            SpanContext(trace, make_id(8, run, "span", tracked.key), is_remote=False),
-            resource=resource,
-            attributes={name: row[name] for name in SPAN_FIELDS if name in row},
-            instrumentation_scope=SCOPE,
-            start_time=start_ns,
-            end_time=start_ns + round(row["duration_s"] * 1e6) * 1000,
+        spans.append(
+            ReadableSpan(
+                row["name"],
+                SpanContext(trace, make_id(8, run, "span", tracked.key), is_remote=False),
+                resource=resource,
+                attributes={name: row[name] for name in SPAN_FIELDS if name in row},
+                instrumentation_scope=SCOPE,
+                start_time=start_ns,
+                end_time=start_ns + round(row["duration_s"] * 1e6) * 1000,
+            )
         )
-        spans.append(span)
     return spans
 
 

@@ -7,14 +7,14 @@ Prometheus stamps what it scrapes, so values between two scrapes are not there. 
 last: a follower that starts again shows it at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from rollouts.errors import SinkRefused
-from rollouts.trackers.sinks import Mark, RunInfo, Sink, TrackedRow, clean_name, describe_metric
+from rollouts.trackers.sinks import Batch, Mark, RunInfo, Sink, clean_name, describe_metric
 
 PORT = "OTEL_EXPORTER_PROMETHEUS_PORT"
 
@@ -23,19 +23,22 @@ def open_sink(run: RunInfo) -> Sink:
     """The endpoint of a run, with a gauge of each metric and its values by stage. Raises SinkRefused for a
     port that is none, or is taken.
     """
-    shown: dict[str, dict[str, float]] = run.mark.get("shown", {})  # by metric: by stage
+    shown = run.mark.get("shown", {})  # by metric: by stage
 
     class Shown(Collector):
         def collect(self) -> Iterator[GaugeMetricFamily]:
             """What a scrape reads."""
             for name, values in list(shown.items()):
-                exposed = f"rollouts_{clean_name(name, '_').replace('.', '_')}"
-                family = GaugeMetricFamily(exposed, describe_metric(name), labels=["run", "stage"])
+                family = GaugeMetricFamily(
+                    f"rollouts_{clean_name(name, '_').replace('.', '_')}",
+                    describe_metric(name),
+                    labels=["run", "stage"],
+                )
                 for stage, value in list(values.items()):
                     family.add_metric([run.name, stage], value)
                 yield family
 
-    def send(rows: Sequence[TrackedRow]) -> Mark:
+    def send(rows: Batch) -> Mark:
         for tracked in rows:
             head = ("step", "attempt") if tracked.file == "metrics" else ()
             for name, value in tracked.metrics(*head).items():

@@ -11,13 +11,11 @@ from that step on. It shows the newest attempt.
 
 import os
 import re
-from collections.abc import Sequence
-from typing import Any, BinaryIO
 
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from rollouts.trackers.sinks import Mark, RunInfo, Sink, TrackedRow
+from rollouts.trackers.sinks import Batch, Mark, RunInfo, Sink
 
 Event = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
 Summary = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -29,9 +27,9 @@ def open_sink(run: RunInfo) -> Sink:
     again when the next sink opens.
     """
     root, owner = run.root / "trackers" / "tensorboard", run.id[:8]
-    sizes: dict[str, int] = run.mark.get("sizes", {})  # by path below root
-    attempts: dict[str, int] = run.mark.get("attempts", {})  # the newest of each stage
-    files: dict[str, tuple[str, BinaryIO]] = {}  # by stage: path below root
+    sizes = run.mark.get("sizes", {})  # by path below root
+    attempts = run.mark.get("attempts", {})  # the newest of each stage
+    files = {}  # by stage: path below root
     for path in root.glob(f"*/events.out.tfevents.*.{owner}.*"):
         size = sizes.get(path.relative_to(root).as_posix(), 0)
         if not size:
@@ -39,29 +37,28 @@ def open_sink(run: RunInfo) -> Sink:
         elif path.stat().st_size > size:
             os.truncate(path, size)
 
-    def write(tracked: TrackedRow) -> None:
-        row, stage = tracked.row, str(tracked.row["stage"])
-        place = {"wall_time": row["time_unix"], "step": row["step"]}
-        events: list[dict[str, Any]] = []
-        if stage not in files:
-            events.append({"file_version": "brain.Event:2"})
-            # TensorBoard reads the files of a stage in the order of their names
-            folder = re.sub(r"[^A-Za-z0-9_.-]", "_", stage)
-            number = sum(name.startswith(f"{folder}/") for name in sizes)
-            name = f"{folder}/events.out.tfevents.{int(row['time_unix']):010d}.{owner}.{number}"
-            (root / folder).mkdir(parents=True, exist_ok=True)
-            files[stage] = name, (root / name).open("wb")
-        if tracked.file == "metrics" and row["attempt"] > attempts.setdefault(stage, row["attempt"]):
-            events.append({"session_log": START})
-            attempts[stage] = row["attempt"]
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tracked.metrics().items()]
-        writer = RecordWriter(files[stage][1])
-        for event in [*events, {"summary": Summary(value=values)}]:
-            writer.write(Event(**place, **event).SerializeToString())
-
-    def send(rows: Sequence[TrackedRow]) -> Mark:
+    def send(rows: Batch) -> Mark:
         for tracked in rows:
-            write(tracked)
+            row, stage = tracked.row, str(tracked.row["stage"])
+            place = {"wall_time": row["time_unix"], "step": row["step"]}
+            events = []
+            if stage not in files:
+                events.append({"file_version": "brain.Event:2"})
+                # TensorBoard reads the files of a stage in the order of their names
+                folder = re.sub(r"[^A-Za-z0-9_.-]", "_", stage)
+                name = (
+                    f"{folder}/events.out.tfevents.{int(row['time_unix']):010d}.{owner}"
+                    f".{sum(other.startswith(f'{folder}/') for other in sizes)}"
+                )
+                (root / folder).mkdir(parents=True, exist_ok=True)
+                files[stage] = name, (root / name).open("wb")
+            if tracked.file == "metrics" and row["attempt"] > attempts.setdefault(stage, row["attempt"]):
+                events.append({"session_log": START})
+                attempts[stage] = row["attempt"]
+            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tracked.metrics().items()]
+            writer = RecordWriter(files[stage][1])
+            for event in [*events, {"summary": Summary(value=values)}]:
+                writer.write(Event(**place, **event).SerializeToString())
         for name, file in files.values():
             file.flush()
             sizes[name] = file.tell()

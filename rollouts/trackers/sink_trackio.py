@@ -6,11 +6,10 @@ cannot be. Each row has an id, under which the database takes it once. Steps tha
 shown twice, with their `STAGE/attempt`.
 """
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from rollouts.errors import SinkRefused
-from rollouts.trackers.sinks import RunInfo, Sink, TrackedRow
+from rollouts.trackers.sinks import Batch, RunInfo, Sink
 
 
 def open_sink(run: RunInfo) -> Sink:
@@ -25,7 +24,7 @@ def open_sink(run: RunInfo) -> Sink:
     except ValueError as error:
         raise SinkRefused(f"TRACKIO_PROJECT={project}: {error}") from error
 
-    def send(rows: Sequence[TrackedRow]) -> None:
+    def send(rows: Batch) -> None:
         """One transaction."""
         SQLiteStorage.bulk_log(
             project=project,

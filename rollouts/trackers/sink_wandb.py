@@ -6,10 +6,8 @@ was killed before that sends them again, as the same run with the same `_step`s,
 steps that it has. Steps that a resumed run repeats are shown twice, with their `STAGE/attempt`.
 """
 
-from collections.abc import Sequence
-
 from rollouts.errors import SinkRefused
-from rollouts.trackers.sinks import RunInfo, Sink, TrackedRow
+from rollouts.trackers.sinks import Batch, RunInfo, Sink
 
 
 def open_sink(run: RunInfo) -> Sink:
@@ -34,9 +32,9 @@ def open_sink(run: RunInfo) -> Sink:
         )
     except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
         raise SinkRefused(f"{error}; set WANDB_API_KEY, or WANDB_MODE=offline") from error
-    axes: set[str] = set()  # whose axis is defined
+    axes = set()  # whose axis is defined
 
-    def send(rows: Sequence[TrackedRow]) -> None:
+    def send(rows: Batch) -> None:
         """Hands the rows to wandb's own process."""
         for tracked in rows:
             axis = f"{tracked.row['stage']}/step"

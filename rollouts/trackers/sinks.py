@@ -35,9 +35,10 @@ class TrackedRow(NamedTuple):
 
     def metrics(self, *head: str) -> dict[str, float]:
         """The numbers of the row by name: these of its head, and those beside its head."""
-        left_out = HEAD_FIELDS - set(head)
         return {
-            name: of for name, of in self.row.items() if name not in left_out and type(of) in (int, float)
+            name: of
+            for name, of in self.row.items()
+            if (name not in HEAD_FIELDS or name in head) and type(of) in (int, float)
         }
 
     def staged_metrics(self) -> dict[str, float]:
@@ -52,6 +53,10 @@ class TrackedRow(NamedTuple):
         return {"stage": self.row["stage"], "attempt": self.row["attempt"], **named}
 
 
+Batch = Sequence[TrackedRow]  # rows that are sent at once; of each file in its order
+Say = Callable[[str], None]  # tells a person
+
+
 class RunInfo(NamedTuple):
     """The run that is followed."""
 
@@ -61,7 +66,7 @@ class RunInfo(NamedTuple):
     config: Mapping[str, Any]  # as resolved, without secrets
     environment: Mapping[str, str]  # where keys and addresses come from
     mark: Mark = {}  # what `send` returned last before the position was stored
-    say: Callable[[str], None] = print  # to whoever follows the run
+    say: Say = print  # to whoever follows the run
 
     def read_port(self, variable: str, default: str) -> int:
         """The port that a variable names. Raises SinkRefused for one that is none."""
@@ -81,7 +86,7 @@ class Sink(NamedTuple):
     # SinkUnavailable (tried again later), SinkRefused (a person must act: tried rarely) or RowsRefused (these
     # rows are at fault: they come again in halves, and one that is refused alone is left out). Anything else
     # counts as unavailable.
-    send: Callable[[Sequence[TrackedRow]], Mark | None]
+    send: Callable[[Batch], Mark | None]
     close: Callable[[], object] = lambda: None  # gives back what the sink holds; raises as send
 
 
@@ -96,7 +101,7 @@ class SinkKind(NamedTuple):
 
 
 ALERTS = "alerts"  # the sink of [[alerts]], no service
-SINKS: Mapping[str, SinkKind] = {
+SINKS = {
     "tensorboard": SinkKind("tensorboard"),
     "trackio": SinkKind("trackio"),
     "wandb": SinkKind("wandb", deadline_s=120.0, confirms_at_close=True),
@@ -130,8 +135,7 @@ def clean_name(name: str, separator: str) -> str:
     """A metric's name with the separator for slashes and only letters, digits, dots and underscores else:
     `eval/x/avg@4` becomes `eval.x.avg_at_4`.
     """
-    text = name.replace("/", separator).replace("@", "_at_")
-    return re.sub(rf"[^A-Za-z0-9_.{separator}]", "_", text)
+    return re.sub(rf"[^A-Za-z0-9_.{separator}]", "_", name.replace("/", separator).replace("@", "_at_"))
 
 
 def describe_metric(name: str) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from rollouts.checkpoints.save import WriteModel
 from rollouts.engines.local.engine import LocalEngine
 from rollouts.errors import CheckpointError
-from rollouts.models.safetensors_file import write_safetensors
+from rollouts.models.export import write_safetensors
 from rollouts.protocols import InferenceEngine, SyncWeights, TrainingBackend
 from rollouts.run_dir import checkpoint_state_dir
 
@@ -78,7 +78,7 @@ async def sync_as_saved(
     True if the trainer's weights are not its own any more: restore them.
     """
     held = await trio.to_thread.run_sync(read_engine_weights, checkpoint)
-    if held is None or not engine.features.in_memory_update:
+    if not held or not engine.features.in_memory_update:
         await sync_weights(backend, [engine], version)
         return False
     weights, served = held

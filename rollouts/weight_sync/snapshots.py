@@ -16,33 +16,36 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import torch
 import trio
-from torch import Tensor
 from trio.to_thread import run_sync as run_in_thread
 
 from rollouts.checkpoints.load import FileRecord, record_file
 from rollouts.checkpoints.retention import remove_incomplete
 from rollouts.checkpoints.save import TEMPORARY_PREFIX, move_aside
 from rollouts.errors import SnapshotError
-from rollouts.models.export import SHARD_BYTES, Bucket, FileNames, ShardWriter, name_shards, write_description
+from rollouts.models.export import (
+    SHARD_BYTES,
+    Bucket,
+    FileNames,
+    ShardWriter,
+    name_shards,
+    write_description,
+    write_safetensors,
+)
 from rollouts.models.host_memory import read_free_memory
 from rollouts.models.load import load_hf_model
-from rollouts.models.lora import Adapter, list_trained
-from rollouts.models.lora_files import write_adapter
+from rollouts.models.lora import WEIGHTS_FILE, Adapter, Trained, list_trained
 from rollouts.protocols import TrainingBackend, WeightSink
 from rollouts.run_dir import fsync_path
 from rollouts.weight_sync.update import log_warning
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 MANIFEST_NAME = "manifest.json"
 SNAPSHOT_NAME = re.compile(r"v(0|[1-9][0-9]{0,17})(?:-(?:[2-9]|[1-9][0-9]{1,8}))?")  # version, edition
@@ -63,12 +66,6 @@ class Snapshot(NamedTuple):
     digest: str  # equal for equal weights
     weight_bytes: int
     files: tuple[FileRecord, ...] = ()  # all but the manifest
-
-
-class WeightSource(Protocol):
-    """A TrainingBackend, or a copy of its weights."""
-
-    def stream_weights(self, sink: WeightSink) -> Awaitable[None]: ...
 
 
 @dataclass(eq=False)
@@ -112,7 +109,7 @@ class DiskSnapshots:
         snapshot is called v{version}-2 and so on. Raises SnapshotError.
         """
         newest = self._newest
-        if newest is not None and parse_snapshot_name(newest.path.name) == version:
+        if newest and parse_snapshot_name(newest.path.name) == version:
             await run_in_thread(check_snapshot, newest)
             return newest
         if not self._cleared:
@@ -152,7 +149,7 @@ class HeldWeights(NamedTuple):
     """A WeightSource: a trainer's weights of one version, in host memory."""
 
     # for the names of weights in files; its own weights have changed
-    trained: PreTrainedModel | Adapter | None
+    trained: Trained | None
     buckets: list[Bucket]
 
     async def stream_weights(self, sink: WeightSink) -> None:
@@ -165,11 +162,14 @@ class HeldWeights(NamedTuple):
         await run_in_thread(stream, abandon_on_cancel=True)  # sinks ignore what comes later
 
 
+WeightSource = TrainingBackend | HeldWeights
+
+
 async def stream_guarded(source: WeightSource, take: Callable[[Bucket], object]) -> None:
     """Hands all buckets to `take`. Raises what it raises, once the stream has ended: an error in a sink would
     fail the backend. After a cancellation buckets are let through unread.
     """
-    failures: list[Exception] = []
+    failures = []
     awaited = True
 
     def sink(bucket: Bucket) -> None:
@@ -187,16 +187,16 @@ async def stream_guarded(source: WeightSource, take: Callable[[Bucket], object])
         raise failures[0]
 
 
-def find_trained(source: object) -> PreTrainedModel | Adapter | None:
+def find_trained(source: object) -> Trained | None:
     """What a WeightSource streams; None if it does not say."""
     return getattr(source, "trained", None)
 
 
-def count_bytes(trained: PreTrainedModel | Adapter | None, dtype: torch.dtype | None) -> int:
+def count_bytes(trained: Trained | None, dtype: torch.dtype | None) -> int:
     """Of the parameters as a snapshot stores them; 0 without any."""
     return sum(
         one.numel() * (dtype if dtype and one.is_floating_point() else one.dtype).itemsize
-        for one in (list_trained(trained).values() if trained is not None else ())
+        for one in (list_trained(trained).values() if trained else ())
     )
 
 
@@ -204,13 +204,14 @@ async def hold_merged(source: WeightSource, adapter: Adapter, folder: Path) -> H
     """The adapter's model with the adapter as `source` streams it added to its weights; by way of `folder`.
     While it is held it takes the memory of the model. Raises ModelError, OSError.
     """
-    weights: dict[str, Tensor] = {}
+    weights = {}
     await stream_guarded(
         source, lambda bucket: weights.update({name: one.to("cpu", copy=True) for name, one in bucket})
     )
 
     def merge() -> HeldWeights:
-        write_adapter(adapter, folder, weights)
+        write_description(adapter, folder)
+        write_safetensors(folder / WEIGHTS_FILE, weights)
         model = load_hf_model(folder)
         shutil.rmtree(folder)
         return HeldWeights(model, [list(model.named_parameters())])
@@ -263,8 +264,8 @@ async def _stream_shards(
 ) -> list[tuple[FileRecord, list[str]]]:
     """Each shard's record and the names of its tensors; all of them are hashed and on disk."""
     token = trio.lowlevel.current_trio_token()
-    records: dict[str, FileRecord] = {}
-    failures: list[Exception] = []
+    records = {}
+    failures = []
 
     async def follow(work: Callable[[Path], object], shard: Path) -> None:
         try:
@@ -305,28 +306,26 @@ def _finish(
     temporary: Path,
     path: Path,
     shards: list[tuple[FileRecord, list[str]]],
-    trained: PreTrainedModel | Adapter | None,
+    trained: Trained | None,
     dtype: torch.dtype | None,
     model_dir: Path | None,
 ) -> Snapshot:
     """Names the shards, adds the index and what a server wants beside them, the manifest, and renames it."""
-    if trained is not None:
+    if trained:
         write_description(trained, temporary, dtype=dtype)
     renamed = name_shards(temporary, [(record.path, names) for record, names in shards], always_index=True)
     weights = [FileRecord(renamed[record.path], record.size, record.sha256) for record, _ in shards]
-    for name in COPIED_FILES if not isinstance(trained, Adapter) else ():
-        if model_dir is not None and not (temporary / name).exists() and (model_dir / name).is_file():
-            shutil.copyfile(model_dir / name, temporary / name)
+    if model_dir and not isinstance(trained, Adapter):
+        for name in COPIED_FILES:
+            if not (temporary / name).exists() and (model_dir / name).is_file():
+                shutil.copyfile(model_dir / name, temporary / name)
     files = list(weights)
     for file in set(temporary.iterdir()) - {temporary / record.path for record in weights}:
         fsync_path(file)
         files.append(record_file(temporary, file))
     files.sort(key=lambda record: record.path)
-    content = {
-        "schema": 1,
-        "version": parse_snapshot_name(path.name),
-        "files": msgspec.to_builtins(files),
-    }
+    version = parse_snapshot_name(path.name)
+    content = {"schema": 1, "version": version, "files": msgspec.to_builtins(files)}
     (temporary / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     fsync_path(temporary / MANIFEST_NAME)
     fsync_path(temporary)
@@ -348,8 +347,11 @@ def parse_snapshot_name(name: str) -> int | None:
 
 def list_snapshots(folder: Path) -> list[tuple[int, Path]]:
     """(version, path) of every complete snapshot in `folder`."""
-    named = ((parse_snapshot_name(path.name), path) for path in folder.glob("v*"))
-    return [(version, path) for version, path in named if version is not None]
+    return [
+        (version, path)
+        for path in folder.glob("v*")
+        if (version := parse_snapshot_name(path.name)) is not None
+    ]
 
 
 def check_snapshot(snapshot: Snapshot) -> None:

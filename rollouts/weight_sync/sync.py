@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +31,7 @@ import trio
 from rollouts.config.tables import EngineConfig
 from rollouts.crash_points import reach
 from rollouts.engines.fleet import Fleet
-from rollouts.engines.open import DOWN_LIMIT_S, open_server_fleet
-from rollouts.engines.processes import split_flags
+from rollouts.engines.processes import DOWN_LIMIT_S, open_server_fleet, split_flags
 from rollouts.errors import SnapshotError, WeightSyncError
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.models.export import Bucket
@@ -40,7 +39,7 @@ from rollouts.models.lora import Adapter
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import InferenceEngine, SyncWeights, TrainingBackend
 from rollouts.types import FloatArray
-from rollouts.weight_sync.broadcast_servers import open_broadcast
+from rollouts.weight_sync.broadcast import open_broadcast
 from rollouts.weight_sync.snapshots import DiskSnapshots, Snapshot, WeightSource, find_trained, stream_guarded
 from rollouts.weight_sync.update import (
     EngineUpdate,
@@ -71,7 +70,7 @@ class Published(NamedTuple):
     snapshot: Snapshot | None = None  # None: the weights went in memory, and no engine needs them from disk
 
 
-@dataclass(slots=True)
+@dataclass
 class _Step:
     """The weights of one call by the loop, over all its tries."""
 
@@ -114,7 +113,7 @@ class WeightSync:
             spans=self.spans,
         )
         self._lock = trio.Lock()
-        self._failed_revivals: Counter[str] = Counter()
+        self._failed_revivals = Counter[str]()
         self._keeping = 0  # tasks in keep_engines_current
         self._syncing = 0  # calls by the loop
         self._left_to_sync: dict[str, InferenceEngine] = {}  # announced as stale during such a call
@@ -149,7 +148,7 @@ class WeightSync:
             self._syncing -= 1
             left, self._left_to_sync = self._left_to_sync, {}
             for engine in left.values() if self.published is published_before else ():
-                if self.fleet is not None and self.fleet.needs_update(engine):  # it announces it again
+                if self.fleet and self.fleet.needs_update(engine):  # it announces it again
                     self.fleet.fail(engine, WeightSyncError("the update that was to include it failed"))
 
     async def _sync_patiently(self, step: _Step, engines: Sequence[InferenceEngine]) -> Mapping[str, float]:
@@ -164,9 +163,9 @@ class WeightSync:
             except WeightSyncError as error:
                 if not self._keeping:
                     raise
-                left_s = give_up_at - trio.current_time()
                 self.warn(
-                    f"{error}\nThe update waits for an engine that comes back, for {left_s:.0f} s at most."
+                    f"{error}\nThe update waits for an engine that comes back, for"
+                    f" {give_up_at - trio.current_time():.0f} s at most."
                 )
                 with trio.move_on_at(give_up_at) as waiting:
                     await arrived.wait()
@@ -177,38 +176,36 @@ class WeightSync:
 
     async def _sync(self, step: _Step, engines: Sequence[InferenceEngine]) -> Mapping[str, float]:
         reach("sync.begin")
-        members: list[InferenceEngine] = []
+        members = []
         for engine in engines:
             members += self.fleet.members_for_update() if self.fleet and engine is self.fleet else [engine]
         in_memory = [one.features.in_memory_update for one in members if not one.features.shares_weights]
         target = step.target
-        if self.transport is None and not all(in_memory):
+        if not self.transport and not all(in_memory):
             if not any(in_memory):
                 await self._release(step)
             target = await self._export(step)
-        sizes: list[int] = []
+        sizes = []
         updates = await self._update(step, target, members, sizes)
-        if target.snapshot is None and self.fleet is not None and self.keeper is not None:
+        if not target.snapshot and self.fleet and self.keeper:
             await self._release(step)
             self.published = target = await self._export(step)
         metrics = compute_sync_metrics(updates)
-        if target.snapshot is not None and self.keeper is not None:
+        if target.snapshot and self.keeper:
             await self.keeper.prune(target.snapshot.path)
             sizes.append(target.snapshot.weight_bytes)
         return {**metrics, "weight_sync/bytes": sum(sizes)} if metrics else {}
 
     async def _export(self, step: _Step) -> Published:
-        if self.keeper is None:
+        if not self.keeper:
             raise WeightSyncError("an engine loads weights only from disk; give WeightSync a keeper")
-        snapshot = await self.keeper.export(step.source, step.target.version)
-        return step.target._replace(snapshot=snapshot)
+        return step.target._replace(snapshot=await self.keeper.export(step.source, step.target.version))
 
     async def _release(self, step: _Step) -> None:
         """Lets the trainer go on, if there is room for a copy of its weights."""
-        if step.released is None or step.released.is_set() or self.keeper is None:
+        if step.released is None or step.released.is_set() or not self.keeper:
             return
-        held = await self.keeper.hold(step.backend)
-        if held is not None:
+        if held := await self.keeper.hold(step.backend):
             step.source = held
             step.released.set()
 
@@ -220,7 +217,7 @@ class WeightSync:
         transport = self.transport
 
         def publish() -> None:  # also where the update is cancelled after some have committed
-            if self.fleet is not None:
+            if self.fleet:
                 self.fleet.publish(target.version)
             self.published = target
             self._failed_revivals.clear()
@@ -241,7 +238,7 @@ class WeightSync:
         )
         updates = await sync_weights_to_engines(engines, plan, publish=publish)
         failures = describe_failures(updates)
-        if failures and self.fleet is None:
+        if failures and not self.fleet:
             raise WeightSyncError(
                 f"weight version {target.version} did not reach every engine, and there is no fleet that"
                 f" would keep requests from the others:\n{failures}"
@@ -258,7 +255,7 @@ class WeightSync:
         waits for the next update, which tries it in any case. Before the first publication nothing is
         revived: it announces every stale engine. An update by the loop cancels the revival under way.
         """
-        assert self.fleet is not None, "only a fleet announces engines"
+        assert self.fleet, "only a fleet announces engines"
         self._keeping += 1
         try:
             async for engine in self.fleet.stale_members:
@@ -277,7 +274,7 @@ class WeightSync:
         it.
         """
         name, published = engine.features.name, self.published
-        if published is None or self._failed_revivals[name] >= MAX_REVIVALS:
+        if not published or self._failed_revivals[name] >= MAX_REVIVALS:
             return
         plan = self._make_plan(
             version=published.version,
@@ -296,7 +293,7 @@ class WeightSync:
 
 
 async def _load_snapshot(published: Published, engine: InferenceEngine) -> None:
-    if published.snapshot is None:
+    if not published.snapshot:
         raise WeightSyncError(
             f"there is no snapshot of version {published.version}; wait for the next update"
         )
@@ -307,7 +304,7 @@ async def stream_into(source: WeightSource, engine: InferenceEngine, version: in
     """How many bytes the engine was given, bucket by bucket, as `version`. Raises what the engine raises; the
     backend goes on working.
     """
-    sizes: list[int] = []
+    sizes = []
 
     def receive(bucket: Bucket) -> None:
         engine.receive_bucket(bucket)
@@ -362,7 +359,10 @@ async def open_synced_fleet(
         exact = exact and adapter.config.base == "float32"  # the servers' base is not packed
     elif config.transport != "disk":
         assert config.kind != "local"
-        open_transport = open_broadcast(config.kind, wire=choose_wire(config, device), dtype=dtype)
+        # what carries weights to SGLang servers; gloo takes tensors of either side
+        on_cpu = (dict(split_flags(config.args)).get("--device") or "").startswith("cpu")
+        wire = "nccl" if torch.device(device).type == "cuda" and not on_cpu else "gloo"
+        open_transport = open_broadcast(config.kind, wire=wire, dtype=dtype)
     async with (
         open_server_fleet(
             config, model_path, vocab_size=vocab_size, log_dir=log_dir, seed=seed, warn=warn, lora=lora
@@ -393,8 +393,10 @@ async def open_synced_fleet(
 async def sync_members(fleet: Fleet, sync: WeightSync, *step: Any, **options: Any) -> Mapping[str, float]:
     """Waits for a member that can be updated, and has the fleet's statistics as metrics."""
     await fleet.wait_members_for_update()
-    metrics = await sync(*step, **options)
-    return {**metrics, **{make_metric_name(key): value for key, value in fleet.statistics().items()}}
+    return {
+        **(await sync(*step, **options)),
+        **{make_metric_name(key): value for key, value in fleet.statistics().items()},
+    }
 
 
 def make_metric_name(name: str) -> str:
@@ -402,14 +404,6 @@ def make_metric_name(name: str) -> str:
     becomes engine_unreachable.
     """
     return re.sub(r"[^a-z0-9_/]", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
-
-
-def choose_wire(config: EngineConfig, device: str) -> Literal["gloo", "nccl"]:
-    """What carries weights to SGLang servers: NCCL from a GPU, unless the run starts them for a CPU; gloo
-    takes tensors of either side.
-    """
-    served_by_cpu = (dict(split_flags(config.args)).get("--device") or "").startswith("cpu")
-    return "nccl" if torch.device(device).type == "cuda" and not served_by_cpu else "gloo"
 
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -75,8 +75,7 @@ def make_probe(vocab_size: int, *, tolerance: float) -> Probe:
 async def score_by_trainer(probe: Probe, backend: TrainingBackend) -> FloatArray:
     """[T] the trainer's log-probs of the probe, 0 for the first token. Raises BackendError."""
     mask = np.arange(len(probe.tokens)) > 0
-    (log_probs,) = await backend.forward(RolloutBatch(tokens=(probe.tokens,), loss_masks=(mask,)))
-    return log_probs
+    return (await backend.forward(RolloutBatch(tokens=(probe.tokens,), loss_masks=(mask,))))[0]
 
 
 async def score_by_engine(probe: Probe, engine: InferenceEngine, version: int) -> FloatArray:
@@ -199,10 +198,23 @@ async def sync_weights_to_engines(
     for name, count in Counter(engine.features.name for engine in engines).items():
         if count > 1:
             raise WeightSyncError(f"{count} engines are named {name!r}; give each a `name` of its own")
-    together = _Together(engines)
-    updates = [EngineUpdate(engine, plan, together) for engine in engines]
+    sender, receiver = trio.open_memory_channel[InferenceEngine](len(engines))
+    loaded, errors = trio.Event(), dict[str, Exception]()
+    updates = [EngineUpdate(engine, plan, sender.clone(), loaded, errors) for engine in engines]
+    sender.close()
+
+    async def load_together() -> None:
+        """As soon as each engine is paused, or will not come. The transport limits its own silence."""
+        paused = [engine async for engine in receiver]
+        if paused and plan.load_together:
+            try:
+                errors.update(await plan.load_together(paused))
+            except Exception as error:  # of the transport as a whole
+                errors.update(dict.fromkeys([engine.features.name for engine in paused], error))
+            loaded.set()
+
     try:
-        await run_all(*(update.run for update in updates))
+        await run_all(*(update.run for update in updates), load_together)
     finally:
         committed = any(update.committed for update in updates)
         if committed:
@@ -240,47 +252,16 @@ def compute_sync_metrics(updates: Sequence[EngineUpdate]) -> dict[str, float]:
     return metrics
 
 
-class _Together:
-    """Engines that load together, as soon as each is paused or will not come. The transport limits its own
-    silence.
-    """
-
-    def __init__(self, engines: Sequence[InferenceEngine]) -> None:
-        self._expected = {engine.features.name for engine in engines}
-        self._here: dict[str, InferenceEngine] = {}
-        self._all_here, self._done = trio.Event(), trio.Event()
-        self._errors: Mapping[str, Exception] = {}
-
-    def leave(self, name: str) -> None:
-        """Nobody waits for engine `name` any more."""
-        self._expected.discard(name)
-        if not self._expected:
-            self._all_here.set()
-
-    async def load(self, engine: InferenceEngine, load_together: LoadTogether) -> None:
-        """Returns when `load_together` has given `engine` the weights. Raises the error of this engine."""
-        name, first = engine.features.name, not self._here
-        self._here[name] = engine
-        self.leave(name)
-        if first:
-            await self._all_here.wait()
-            try:
-                self._errors = await load_together(tuple(self._here.values()))
-            except Exception as error:  # of the transport as a whole
-                self._errors = dict.fromkeys(self._here, error)
-            self._done.set()
-        await self._done.wait()
-        if name in self._errors:
-            raise self._errors[name]
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class EngineUpdate:
     """One engine on its way to the version, and what became of it."""
 
     engine: InferenceEngine
     plan: UpdatePlan
-    together: _Together
+    # takes it once it is paused, to be loaded with the others; closed when it will not come any more
+    paused: trio.MemorySendChannel[InferenceEngine]
+    loaded: trio.Event  # all those together, but for the errors by name
+    load_errors: Mapping[str, Exception]
     phase: str = "close"  # reached last: a field of SilenceLimits, or commit
     error: Exception | None = None  # why it is out of service
     committed: bool = False
@@ -294,13 +275,13 @@ class EngineUpdate:
     async def run(self) -> None:
         """Commits or fails the engine. Raises BackendError when the trainer failed, and nothing else."""
         plan, fleet = self.plan, self.plan.fleet
-        if fleet is not None:
+        if fleet:
             fleet.close_admission(self.engine)
         try:
             with self._measure(""):
                 await self._bring_to_version()
             self.phase = "commit"
-            if fleet is not None and not fleet.commit(self.engine, plan.version):
+            if fleet and not fleet.commit(self.engine, plan.version):
                 raise WeightSyncError("the engine died, or left, while it was updated")
             self.committed = True
             reach("sync.committed")
@@ -309,16 +290,17 @@ class EngineUpdate:
             raise
         except Exception as error:  # whatever it is, it is this engine's, and the others go on
             self.error = error
-            plan.proven.holds.pop(self.name, None)
             plan.warn(
                 f"engine {self.name} is out of service: the update to weight version {plan.version} failed in"
                 f" phase {self.phase}: {type(error).__name__}: {error}"
             )
         finally:
-            self.together.leave(self.name)
-            if not self.committed and fleet is not None:
-                cancelled = WeightSyncError(f"the update was cancelled in phase {self.phase}")
-                fleet.fail(self.engine, self.error or cancelled)
+            self.paused.close()
+            if not self.committed and fleet:
+                fleet.fail(
+                    self.engine,
+                    self.error or WeightSyncError(f"the update was cancelled in phase {self.phase}"),
+                )
 
     async def _bring_to_version(self) -> None:
         """Returns when the engine has proven the version."""
@@ -326,11 +308,10 @@ class EngineUpdate:
         if engine.features.shares_weights:
             await self._check_version()
             return
-        loaded = plan.proven.holds.get(self.name) == plan.version
-        if not loaded or await self._watch("set_version", engine.weight_version) != plan.version:
-            plan.proven.holds.pop(self.name, None)
+        held = plan.proven.holds.pop(self.name, None)  # until it has proven what it has now
+        if held != plan.version or (await self._watch("set_version", engine.weight_version) != plan.version):
             await self._replace_weights()
-        self.together.leave(self.name)
+        self.paused.close()
         with self._measure("_probe"):
             scored = await self._watch("probe", lambda: score_by_engine(plan.probe, engine, plan.version))
             checksum = await self._read_checksum() if engine.features.checksum else None
@@ -348,13 +329,18 @@ class EngineUpdate:
         engine, paused_at = self.engine, trio.current_time()
         with self._measure("_pause"):
             try:
-                mode = "keep" if engine.features.keep_pause else "abort"
-                await self._watch("pause", lambda: engine.pause(mode))
+                await self._watch(
+                    "pause", lambda: engine.pause("keep" if engine.features.keep_pause else "abort")
+                )
                 reach("sync.before_load")
                 with self._measure("_load"):
-                    if self.plan.load_together is not None:
+                    if self.plan.load_together:
                         self.phase = "load"
-                        await self.together.load(engine, self.plan.load_together)
+                        self.paused.send_nowait(engine)
+                        self.paused.close()
+                        await self.loaded.wait()
+                        if error := self.load_errors.get(self.name):
+                            raise error
                     else:
                         await self._watch("load", lambda: self.plan.load(engine))
                 await self._check_version()
@@ -368,14 +354,14 @@ class EngineUpdate:
 
     async def _resume_anyway(self) -> None:
         """Attempts to resume whatever is being raised or cancelled; its own failure is a warning."""
-        limit_s, why = self.plan.limits.resume, ""
-        with trio.move_on_after(limit_s, shield=True) as scope:
+        limit_s = self.plan.limits.resume
+        why = f"it did not answer within {limit_s:g} s"
+        with trio.move_on_after(limit_s, shield=True):
             try:
                 await self.engine.resume()
+                why = ""
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
-        if scope.cancelled_caught:
-            why = f"it did not answer within {limit_s:g} s"
         if why:
             self.plan.warn(f"engine {self.name} was not resumed after its update failed: {why}")
 
@@ -423,6 +409,6 @@ class EngineUpdate:
 
     def _measure(self, part: str) -> AbstractContextManager[None]:
         """Makes the block a span of the engine; of one that shares the trainer's weights, none."""
-        if self.plan.spans is None or self.engine.features.shares_weights:
+        if not self.plan.spans or self.engine.features.shares_weights:
             return nullcontext()
         return self.plan.spans.measure(f"weight_sync{part}", self.name)

@@ -6,11 +6,11 @@ _read     ◄── fd 4 of Chromium ◄── answers (by number) and events (k
 """
 
 import base64
+import itertools
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -36,19 +36,16 @@ class Page:
     """A tab. Made by open_page."""
 
     def __init__(self, to_browser: trio.abc.SendStream):
-        self._to_browser = to_browser
-        self._lock = trio.Lock()
-        self._number = 0
-        self._answers: dict[int, tuple[trio.Event, dict[str, Any]]] = {}
-        self._session: dict[str, str] = {}  # what a call of the tab says besides
-        self.events: list[dict[str, Any]] = []  # everything that the page said, in order
+        self._to_browser, self._lock = to_browser, trio.Lock()
+        self._numbers, self._answers = itertools.count(), {}
+        self._session = {}  # what a call of the tab says besides
+        self.events = []  # everything that the page said, in order
 
     async def call(self, method: str, **parameters) -> dict[str, Any]:
         """The result of a DevTools call. Raises DevToolsError if it is refused, TooSlowError without an
         answer in a minute.
         """
-        self._number += 1
-        number, event, answer = self._number, trio.Event(), {}
+        number, event, answer = next(self._numbers), trio.Event(), {}
         self._answers[number] = event, answer
         message = {"id": number, "method": method, "params": parameters, **self._session}
         with trio.fail_after(CALL_TIMEOUT_S):
@@ -134,17 +131,13 @@ class Page:
         """What the events of these kinds say, in order."""
         return [event["params"] for event in self.events if event["method"] in methods]
 
-    def complaints(self) -> list[dict[str, Any]]:
-        """What the page wrote to the console, exceptions, and what the browser itself logged."""
-        return self.said("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
 
-    def requests(self) -> list[str]:
-        """Addresses of everything that the page asked for."""
-        return [asked["request"]["url"] for asked in self.said("Network.requestWillBeSent")]
+# what the page wrote to the console, exceptions, and what the browser itself logged
+COMPLAINTS = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
 
 
 @asynccontextmanager
-async def open_page(profile: Path) -> AsyncIterator[Page]:
+async def open_page(profile: Path):
     """A tab of a browser of its own, which keeps its profile in `profile` and ends with the block.
 
     Raises DevToolsError where there is no Chromium.
@@ -157,13 +150,12 @@ async def open_page(profile: Path) -> AsyncIterator[Page]:
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # root cannot use it
     # The protocol is on descriptors 3 and 4 of the browser, whatever numbers the pipes have here.
     redirect = ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{answers}', "bash"]
+    silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     process = await trio.lowlevel.open_process(
         [*redirect, program, *ARGUMENTS.split(), *sandbox, f"--user-data-dir={profile}"],
         pass_fds=(commands, answers),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
         start_new_session=True,
+        **silent,
     )
     os.close(commands)
     os.close(answers)
@@ -179,15 +171,10 @@ async def open_page(profile: Path) -> AsyncIterator[Page]:
             await page.resize(1280, 900)
             yield page
             nursery.cancel_scope.cancel()
-    finally:
-        await end(process)
-
-
-async def end(process: trio.Process):
-    """The browser ends when its pipes close; what has not ended soon is killed."""
-    with trio.move_on_after(10, shield=True):
-        await process.wait()
-    if process.returncode is None:
-        process.kill()
-        with trio.CancelScope(shield=True):
+    finally:  # the browser ends when its pipes close; what has not ended soon is killed
+        with trio.move_on_after(10, shield=True):
             await process.wait()
+        if process.returncode is None:
+            process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()

@@ -47,23 +47,22 @@ COMMANDS = """
 
 
 async def take_all(runs: dict[str, Path], into: Path, folder: Path):
-    shots: list[tuple[str, Path, str, int, int, str]] = []
+    shots = []
     for line in REPORTS.strip().splitlines():
         name, shown, scheme, width, height, section = line.split()
         if set(shown.split(",")) <= runs.keys():
-            path = folder / f"{name}.html"
-            write_report([runs[key] for key in shown.split(",")], path)
-            shots.append((name, path, scheme, int(width), int(height), section))
+            write_report([runs[key] for key in shown.split(",")], folder / f"{name}.html")
+            shots.append((name, scheme, int(width), int(height), section))
     for line in COMMANDS.strip().splitlines():
         name, columns, last, *words = line.split()
-        path, words = folder / f"{name}.html", [str(runs.get(word, word)) for word in words]
-        height = 18 * write_terminal_page(words, path, columns=int(columns), last=int(last)) + 32
-        shots.append((name, path, "light", int(9.5 * int(columns)) + 32, height, "-"))
+        words = [str(runs.get(word, word)) for word in words]
+        lines = write_terminal_page(words, folder / f"{name}.html", columns=int(columns), last=int(last))
+        shots.append((name, "light", int(9.5 * int(columns)) + 32, 18 * lines + 32, "-"))
     async with open_page(folder / "profile") as page:
-        for name, path, scheme, width, height, section in shots:
+        for name, scheme, width, height, section in shots:
             await page.resize(width, height)
             await page.prefer(scheme)
-            await page.open(path.as_uri())
+            await page.open((folder / f"{name}.html").as_uri())
             if section != "-":
                 await page.evaluate(SCROLL.format(section))
             if section == "samples":

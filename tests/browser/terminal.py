@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -27,25 +28,20 @@ def capture_terminal(words: Sequence[str], *, columns: int) -> str:
     """
     parent, child = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm-256color", "COLORTERM": "truecolor"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "rollouts", *words], stdin=child, stdout=child, stderr=child, env=environment
-    ) as process:
+    command, ends = (
+        [sys.executable, "-m", "rollouts", *words],
+        dict.fromkeys(("stdin", "stdout", "stderr"), child),
+    )
+    written = b""
+    with subprocess.Popen(command, env=environment, **ends) as process:
         os.close(child)
-        pieces: list[bytes] = []
-        while piece := read_piece(parent):
-            pieces.append(piece)
+        with suppress(OSError):  # by which Linux says that the program has ended
+            while piece := os.read(parent, 1 << 16):
+                written += piece
     os.close(parent)
     if process.returncode != 0:
         raise subprocess.CalledProcessError(process.returncode, words)
-    return b"".join(pieces).decode().replace("\r\n", "\n")
-
-
-def read_piece(terminal: int) -> bytes:
-    """What is there; empty when the program has ended, which Linux says by an error."""
-    try:
-        return os.read(terminal, 1 << 16)
-    except OSError:
-        return b""
+    return written.decode().replace("\r\n", "\n")
 
 
 def write_terminal_page(words: Sequence[str], path: Path, *, columns: int, last: int) -> int:

@@ -2,7 +2,8 @@
 a page could trip over.
 """
 
-import operator
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,8 @@ def head(stage: str, step: int, attempt: int = 1) -> dict[str, Any]:
 def make_metrics(steps: int) -> list[dict[str, Any]]:
     """`sft` and `rl` steps; the reward rises by a hundredth a step, one sample fails in every fifth."""
     rows = [head("sft", step) | {"loss/total": 3.0 - step / 10, "time/step": 0.5} for step in range(1, 6)]
-    same = {"response_length/mean": 5.0, "off_policy/mean": 0.5}
-    same |= {"time/step": 2.0, "time/generate": 1.25, "time/train": 0.5}
+    same = json.loads("""{"response_length/mean": 5.0, "off_policy/mean": 0.5, "time/step": 2.0,
+        "time/generate": 1.25, "time/train": 0.5}""")
     for step in range(1, steps + 1):
         own = {"reward/mean": step / 100, "loss/total": 1 / step, "off_policy/max": float(step % 3)}
         failed = {"fail/reward": 1.0, "groups/dropped/stale": 2.0} if step % 5 == 0 else {}
@@ -58,7 +59,7 @@ def make_sample(step: int, number: int, *, failed: bool) -> dict[str, Any]:
     """A sample with reward (number % 4) / 4, or one that has failed."""
     answer = str(step + number)
     question = {"role": "user", "content": f"What is {step} + {number}? {NASTY}"}
-    metadata: dict[str, Any] = {"answer": answer, "note": NASTY}
+    metadata = {"answer": answer, "note": NASTY}
     outcome = {"status": "completed", "reward": number % 4 / 4}
     if failed:
         text = {"message": f"no answer after {step} s", "traceback": NASTY}
@@ -83,15 +84,12 @@ def write_run(root: Path, *, steps: int = 20, per_step: int = 4, lr: float = 1e-
     write_rows(root / "metrics.jsonl", *make_metrics(steps))
     (root / "config.toml").write_text(CONFIG.format(steps=steps, lr=lr))
     every = range(1, steps + 1)
-    samples = [
-        make_sample(step, number, failed=step % 5 == 0 and number == per_step - 1)
-        for step in every
-        for number in range(per_step)
-    ]
+    places = itertools.product(every, range(per_step))
+    samples = (make_sample(*at, failed=at[0] % 5 == 0 and at[1] == per_step - 1) for at in places)
     write_rows(root / "samples.jsonl", *samples)
-    scores = [{"eval/heldout/avg@1": step / 50, "eval/heldout/failed": 0.0} for step in (1, steps)]
-    evaluated = [head("rl", step) | {"name": "heldout"} for step in (1, steps)]
-    write_rows(root / "evaluations.jsonl", *map(operator.or_, evaluated, scores))
+    scored = {"name": "heldout", "eval/heldout/failed": 0.0}
+    evaluated = (head("rl", step) | scored | {"eval/heldout/avg@1": step / 50} for step in (1, steps))
+    write_rows(root / "evaluations.jsonl", *evaluated)
     (root / "summary.json").write_text(SUMMARY)
     skipped = {7: "  skipped: the loss is not finite"}
     lines = [UPDATE.format(step=step) + skipped.get(step, "") + "\n" for step in every]

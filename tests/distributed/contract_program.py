@@ -12,10 +12,9 @@ import resource
 import sys
 import tempfile
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import trio
@@ -53,7 +52,7 @@ def is_rank(rank: int) -> bool:
 def sft_after(act: Callable[[LossInputs], LossInputs | None]) -> Callable[..., LossOutput]:
     """SFT before which each rank does this; on the inputs that it gives, if any."""
 
-    def loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+    def loss(inputs, *, unit):
         inputs = act(inputs) or inputs
         total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
         return LossOutput(total, count, {})
@@ -161,7 +160,7 @@ async def check_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(open_bac
 async def check_a_sink_that_raises_leaves_the_ranks_in_step(open_backend):
     """The stream is a failed step; after reset() everything works."""
     async with open_backend() as backend:
-        buckets: list[int] = []
+        buckets = []
 
         def sink(bucket):
             buckets.append(len(bucket))
@@ -194,13 +193,13 @@ async def check_a_full_disk_on_one_rank_costs_the_checkpoint_only(open_backend, 
     """
     batch = make_batch()
 
-    async def save(backend, step: int):
-        async def write(path: Path):
+    async def save(backend, step):
+        async def write(path):
             await backend.save(path)
 
         await save_checkpoint(folder / f"step_{step}", write_model=write, state={}, stage="sft", step=step)
 
-    async def save_refused(backend, rank: int):
+    async def save_refused(backend, rank):
         said = str(await raised_by(save(backend, 2), StorageError))
         assert f"{folder}/step_2 cannot be written (" in said and "File too large" in said, said
         assert rank == 0 or f"rank {rank} failed" in said, said
@@ -324,7 +323,7 @@ async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(
 
 
 # what trains, the settings that make it so, and the base: an adapter's frozen head must tell tokens apart
-TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+TRAINED = {
     "model": ("tiny:byte", {}),
     "adapter": ("gpt2", {"lora": LoraConfig(rank=4, alpha=8.0).model_dump()}),
 }
@@ -345,19 +344,12 @@ async def drive(channel, ranks) -> dict[str, str]:
     path = await trio.to_thread.run_sync(find_model, name)
 
     @asynccontextmanager
-    async def open_backend(**options) -> AsyncIterator[Any]:
-        settings: Any = {
-            "optim": OPTIM,
-            "total_steps": 10,
-            "autocast": "off",
-            "threads": 1,
-            **trained,
-            **options,
-        }
+    async def open_backend(**options):
+        settings = {"optim": OPTIM, "total_steps": 10, "autocast": "off", "threads": 1, **trained, **options}
         async with open_fsdp_backend(path, channel=channel, ranks=ranks, **settings) as backend:
             yield backend
 
-    results: dict[str, str] = {}
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, check in list_checks(sys.argv[1]).items():
             arguments = [Path(folder, name)] if "folder" in inspect.signature(check).parameters else []

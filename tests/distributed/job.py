@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROCESS_TIMEOUT_S = 240
 
 
-def run_ranks(ranks: int, module: str, *arguments: str, out: Path) -> Any:
+def run_ranks(ranks: int, module: str, *arguments: str, out: Path):
     """What rank 0 of `module`, run by torchrun with `ranks` processes, wrote to `out`."""
     start_ranks(ranks, module, *arguments, str(out))
     return json.loads(out.read_text())
@@ -43,7 +43,7 @@ def start_ranks(ranks: int, module: str, *arguments: str):
     )
 
 
-async def drive_ranks(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size: int = 0) -> Any:
+async def drive_ranks(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size: int = 0):
     """On rank 0 what `drive(channel, ranks)` returns; the other ranks do what it asks, and return None."""
     from rollouts.backends.fsdp import serve_backends
     from rollouts.ranks.launch import read_launch

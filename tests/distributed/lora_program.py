@@ -47,7 +47,7 @@ async def train_adapters(open_backend: Callable[..., Any], case: Case) -> tuple[
     adapter = LoraConfig(rank=4, alpha=8.0, base=case.base).model_dump()  # pyright: ignore[reportArgumentType]
     settings = {"optim": OPTIM, "total_steps": STEPS, "micro_batch_tokens": 160, "lora": adapter}
     settings |= {"autocast": "off", "threads": 1, **case.options}
-    said: list[Any] = []
+    said = []
     async with (
         open_backend(path, **settings) as policy,
         open_backend(path, beside=policy, **(settings | {"head": "scalar"})) as critic,
@@ -80,11 +80,11 @@ async def train_adapters(open_backend: Callable[..., Any], case: Case) -> tuple[
     return said, found
 
 
-async def drive(channel: Any, ranks: Any) -> list[Any]:
-    def open_backend(path: Path, **settings: Any) -> Any:
+async def drive(channel, ranks) -> list[Any]:
+    def open_backend(path, **settings):
         return open_fsdp_backend(path, channel=channel, ranks=ranks, **settings)
 
-    found: list[Any] = []
+    found = []
     for number, fields in enumerate(json.loads(sys.argv[1])):
         said, weights = await train_adapters(open_backend, Case(*fields))
         save_file(weights, f"{sys.argv[-1]}.{number}.safetensors")

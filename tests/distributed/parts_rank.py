@@ -31,7 +31,7 @@ def step(trainer: Trainer):
     torch.manual_seed(0)
     for _, parameter in trainer.model.named_parameters():
         parameter.grad = torch.ones_like(parameter)
-    trainer.optim_step(None, lr=1e-2, max_grad_norm=None)
+    trainer.optim_step(None, settings={"lr": 1e-2}, max_grad_norm=None)
 
 
 def capture(trainer: Trainer, ranks: Ranks, path: Path) -> dict[str, Any]:
@@ -39,7 +39,6 @@ def capture(trainer: Trainer, ranks: Ranks, path: Path) -> dict[str, Any]:
     deal = deal_weights(trainer.model, ranks.rank, ranks.world_size)
     needed = compute_held_bytes(trainer.model, ranks, deal)
     held = trainer.capture(({"steps": 1.0}, None), name="held")
-    assert held is not None
     for parameter in trainer.model.parameters():
         get_local(parameter).add_(1.0)
     if ranks.rank == 0:
@@ -67,7 +66,7 @@ def main():
     trainer = open_trainer(folder / "model", OptimConfig(), {}, ranks, lambda: None)
     step(trainer)
     trainer.save(({"steps": 1.0}, None), path=str(folder / "saved"))
-    weights: dict[str, torch.Tensor] = {}
+    weights = {}
     trainer.stream_weights(
         lambda bucket: weights.update({name: torch.as_tensor(tensor).clone() for name, tensor in bucket})
     )

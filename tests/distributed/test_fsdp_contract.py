@@ -4,6 +4,7 @@ launch for what trains, one test for each check.
 
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -14,18 +15,14 @@ pytestmark = pytest.mark.slow
 
 
 @cache
-def run_checks(trained: str, folder: Path) -> dict[str, str]:
-    return run_ranks(2, "tests.distributed.contract_program", trained, out=folder / trained)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("contract")
+def run_checks(trained: str) -> dict[str, str]:
+    with TemporaryDirectory() as folder:
+        return run_ranks(2, "tests.distributed.contract_program", trained, out=Path(folder, "found"))
 
 
 @pytest.mark.parametrize(
     ("trained", "check"), [(one, check) for one in TRAINED for check in list_checks(one)]
 )
-def test_contract_on_two_ranks(trained, check, folder):
-    results = run_checks(trained, folder)
-    assert results[check] == "ok", results[check]
+def test_contract_on_two_ranks(trained, check):
+    found = run_checks(trained)[check]
+    assert found == "ok", found

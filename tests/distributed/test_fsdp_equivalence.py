@@ -19,36 +19,42 @@ from rollouts.models.load import load_hf_model
 from tests.distributed.job import run_ranks
 from tests.distributed.train_program import HALF, Case, backend_options, find_model, make_rollouts, train
 from tests.support.plain_backend import compute_difference, open_backend
+from tests.support.text_tables import read_cells, read_params
 
 pytestmark = pytest.mark.slow
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-10}
-TEN_STEPS = [
-    *(Case("tiny:llama", "float32", loss) for loss in ("sft", "grpo")),
-    *(Case("gpt2", "float64", loss) for loss in ("sft", "grpo")),
+CASES = [
+    Case(model, dtype, loss, int(steps), read_params(options))
+    for model, dtype, loss, steps, options in read_cells("""
+tiny:llama | float32 | sft | 10 |
+tiny:llama | float32 | grpo | 10 |
+gpt2 | float64 | sft | 10 |
+gpt2 | float64 | grpo | 10 |
+tiny:llama | float32 | grpo | 2 |
+tiny:qwen3 | float32 | grpo | 2 |
+tiny:gemma | float32 | grpo | 2 |
+tiny:mamba | float32 | grpo | 2 |
+tiny:moe | float32 | grpo | 2 |
+gpt2 | float64 | entropy | 2 |
+gpt2 | float64 | grpo | 3 | gradient_checkpointing = true
+gpt2 | float64 | grpo | 3 | reduce_each_micro_batch = true
+tiny:llama | float32 | grpo | 2 | compile_backend = "aot_eager", gradient_checkpointing = true
+gpt2 | float64 | grpo | 3 | share_prefix = false, micro_batch_tokens = 40
+gpt2 | float64 | value | 3 | head = "scalar"
+""")
 ]
-KINDS = ("llama", "qwen3", "gemma", "mamba", "moe")
-OTHERS = [
-    *(Case(f"tiny:{kind}", "float32", "grpo", 2) for kind in KINDS),
-    Case("gpt2", "float64", "entropy", 2),
-    Case("gpt2", "float64", "grpo", 3, {"gradient_checkpointing": True}),
-    Case("gpt2", "float64", "grpo", 3, {"reduce_each_micro_batch": True}),
-    Case(
-        "tiny:llama", "float32", "grpo", 2, {"compile_backend": "aot_eager", "gradient_checkpointing": True}
-    ),
-    Case("gpt2", "float64", "grpo", 3, {"share_prefix": False, "micro_batch_tokens": 40}),
-    Case("gpt2", "float64", "value", 3, {"head": "scalar"}),
-]
+TEN_STEPS = CASES[:4]
 
 
 @cache
-def train_alone(number: int, cases: str) -> tuple[dict[str, Any], dict[str, Tensor], list[float]]:
+def train_alone(number: int) -> tuple[dict[str, Any], dict[str, Tensor], list[float]]:
     """What one process says and gets; and of each step the sum of the absolute terms of its loss, over the
     denominator.
     """
-    case = {"ten": TEN_STEPS, "others": OTHERS}[cases][number]
+    case = CASES[number]
 
-    async def run() -> tuple[dict[str, Any], dict[str, Tensor], list[float]]:
+    async def run():
         head = case.options.get("head", "tokens")
         model = load_hf_model(find_model(case.model), dtype=getattr(torch, case.dtype), head=head)
         async with open_backend(model, **backend_options(case)) as backend:
@@ -67,12 +73,10 @@ def sum_terms(case: Case, step: int) -> float:
     return sum(float(np.abs(row).sum()) for row in batch.advantages) / tokens
 
 
-def assert_equal(
-    said: dict[str, Any], weights: dict[str, Tensor], number: int, cases: str, *, first: int = 0
-):
+def assert_equal(said: dict[str, Any], weights: dict[str, Tensor], number: int, *, first: int = 0):
     """`first`: the steps of one process that went before."""
-    alone, wanted, terms = train_alone(number, cases)
-    tolerance = TOLERANCE[{"ten": TEN_STEPS, "others": OTHERS}[cases][number].dtype]
+    alone, wanted, terms = train_alone(number)
+    tolerance = TOLERANCE[CASES[number].dtype]
     for step, (one, other) in enumerate(zip(said["losses"], alone["losses"][first:], strict=True), first):
         assert abs(one - other) <= tolerance * terms[step], (step, one, other, terms[step])
     assert said["norms"] == pytest.approx(alone["norms"][first:], rel=max(tolerance, 1e-9) * 100)
@@ -89,31 +93,27 @@ def run_cases(
     return [(one, load_file(f"{out}.{number}.safetensors")) for number, one in enumerate(said)]
 
 
-def test_ten_steps_on_ranks_are_those_of_one_process_also_when_their_number_changes_after_five(
-    tmp_path,
-):
+def test_ten_steps_on_ranks_are_those_of_one_process_also_when_their_number_changes_after_five(tmp_path):
     """On two ranks, which save after step 5; on one and on four, where five more steps follow what two have
     saved.
     """
     saved = [str(tmp_path / f"saved-{number}") for number in range(len(TEN_STEPS))]
     begun = [case._replace(saves=path) for case, path in zip(TEN_STEPS, saved, strict=True)]
     for number, (said, weights) in enumerate(run_cases(2, begun, tmp_path)):
-        assert_equal(said, weights, number, "ten")
+        assert_equal(said, weights, number)
     resumed = [case._replace(loads=path) for case, path in zip(TEN_STEPS, saved, strict=True)]
     for ranks in (1, 4):
         found = run_cases(ranks, [*TEN_STEPS, *resumed], tmp_path)
         for number, (said, weights) in enumerate(found):
-            assert_equal(
-                said, weights, number % len(TEN_STEPS), "ten", first=HALF if number >= len(TEN_STEPS) else 0
-            )
+            assert_equal(said, weights, number % 4, first=HALF if number >= 4 else 0)
 
 
 def test_replicas_of_shards_train_as_one_process(tmp_path):
     """Four ranks, two copies of the model, each of them on two ranks."""
     ((said, weights),) = run_cases(4, TEN_STEPS[3:], tmp_path, shard_size=2)
-    assert_equal(said, weights, 3, "ten")
+    assert_equal(said, weights, 3)
 
 
 def test_every_family_and_option_trains_on_ranks_as_in_one_process(tmp_path):
-    for number, (said, weights) in enumerate(run_cases(2, OTHERS, tmp_path)):
-        assert_equal(said, weights, number, "others")
+    for number, (said, weights) in enumerate(run_cases(2, CASES[4:], tmp_path), 4):
+        assert_equal(said, weights, number)

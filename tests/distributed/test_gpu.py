@@ -3,12 +3,11 @@ weights; make test-gpu.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from rollouts.backends.fsdp import FSDPTrainingBackend, open_fsdp_backend
+from rollouts.backends.fsdp import open_fsdp_backend
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.config.tables import OptimConfig
 from rollouts.models.load import resolve_model
@@ -26,7 +25,7 @@ pytestmark = [
         "default"
     ),  # of CUDA's, NCCL's and the compiler's own code, which differ from machine to machine
 ]
-OPTIONS: dict[str, Any] = {"optim": OptimConfig(lr=1e-4), "total_steps": 10, "micro_batch_tokens": 64}
+OPTIONS = {"optim": OptimConfig(lr=1e-4), "total_steps": 10, "micro_batch_tokens": 64}
 TOLERANCE = {"off": 1e-4, "bfloat16": 3e-2}  # of norms: sums in another order; products of 8 bits
 CASES = {
     name: read_params(options)
@@ -89,7 +88,7 @@ async def test_what_is_saved_on_a_gpu_goes_on_with_the_same_weights_and_moments(
         await backend.optim_step()
         moments = {
             value.to_local().device.type
-            for state in read_states(backend)
+            for state in backend.trainer.optimizer.state.values()
             for name, value in state.items()
             if name != "step"
         }
@@ -97,7 +96,7 @@ async def test_what_is_saved_on_a_gpu_goes_on_with_the_same_weights_and_moments(
         return await backend.get_weights()
 
     async with open_one_rank("cuda") as ranks:
-        after: list[dict[str, torch.Tensor]] = []
+        after = []
         for loads in (False, True):
             options = {**OPTIONS, "autocast": "off", "cpu_offload": cpu_offload}
             async with open_fsdp_backend(path, channel=NoOtherRanks(), ranks=ranks, **options) as backend:
@@ -108,8 +107,3 @@ async def test_what_is_saved_on_a_gpu_goes_on_with_the_same_weights_and_moments(
                     await backend.save(tmp_path)
                 after.append(await step(backend))
     assert compute_difference(*after) <= 1e-5
-
-
-def read_states(backend: FSDPTrainingBackend) -> list[dict[str, Any]]:
-    """AdamW's, of every parameter."""
-    return list(backend.trainer.optimizer.state.values())

@@ -9,18 +9,21 @@ from rollouts.backends.open import open_pytorch_backend
 from tests.distributed.job import run_ranks
 from tests.distributed.lora_program import HALF, Case, train_adapters
 from tests.support.plain_backend import compute_difference, save_scalar
+from tests.support.text_tables import read_cells, read_params
 
 pytestmark = pytest.mark.slow
-KEPT = {"gradient_checkpointing": True}
 CASES = [
-    Case("tiny:byte"),
-    Case("tiny:byte", options=KEPT),
-    Case("tiny:byte", "bfloat16"),
-    Case("tiny:byte", "8bit", KEPT),
-    Case("tiny:byte", "4bit"),
-    Case("tiny:moe", options={"reduce_each_micro_batch": True}),
-    Case("tiny:moe", "8bit"),
-    Case("gpt2", options={"dtype": "float64"}),
+    Case(model, base, read_params(options))
+    for model, base, options in read_cells("""
+tiny:byte | float32 |
+tiny:byte | float32 | gradient_checkpointing = true
+tiny:byte | bfloat16 |
+tiny:byte | 8bit | gradient_checkpointing = true
+tiny:byte | 4bit |
+tiny:moe | float32 | reduce_each_micro_batch = true
+tiny:moe | 8bit |
+gpt2 | float32 | dtype = "float64"
+""")
 ]
 
 

@@ -4,7 +4,6 @@ fails while another hangs in a collective.
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.fork_server import place_ranks
 from tests.support.text_tables import cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,21 +26,12 @@ def open_processes(
     job: str, count: int = 2, *, silent_beats: int = 20
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Ranks that are connected."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    place = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    place |= {"OMP_NUM_THREADS": 1, "SILENT_BEATS": silent_beats}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "SILENT_BEATS": str(silent_beats)}
+    command = [sys.executable, "-m", "tests.distributed.rank_program", job]
+    pipe = subprocess.PIPE
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.rank_program", job],
-            cwd=ROOT,
-            env=os.environ
-            | {name: str(value) for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
+        subprocess.Popen(command, cwd=ROOT, env=environ | place, stdout=pipe, stderr=pipe, text=True)
+        for place in place_ranks(count)
     ]
     try:
         for rank in ranks:
@@ -61,7 +52,7 @@ def open_processes(
     ],
 )
 def test_ranks_that_hang_in_a_collective_end_and_name_the_one_that_is_killed_or_frozen(
-    lost: int, how: signal.Signals, reason
+    lost: int, how, reason
 ):
     with open_processes("hang", 3) as ranks:
         ranks[lost].send_signal(how)

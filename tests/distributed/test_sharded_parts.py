@@ -3,9 +3,7 @@ model as others load it.
 """
 
 import json
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,29 +26,19 @@ CASES = {
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory) -> tuple[Path, int]:
     """The folder that a job has filled, and its number of ranks."""
-    kind, ranks, shard_size = CASES[request.param]
-    return run_case(kind, ranks, shard_size, tmp_path_factory.mktemp("parts")), ranks
-
-
-@cache
-def run_case(kind: str, ranks: int, shard_size: int, folder: Path) -> Path:
-    (folder / "model").symlink_to(resolve_model(f"tiny:{kind}", seed=0))
+    (kind, ranks, shard_size), folder = CASES[request.param], tmp_path_factory.mktemp("parts")
+    (folder / "model").symlink_to(resolve_model(f"tiny:{kind}"))
     start_ranks(ranks, "tests.distributed.parts_rank", str(shard_size), str(folder))
-    return folder
-
-
-def read_found(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(ranks)]
+    return folder, ranks
 
 
 @cases("name: saved beside")
 def test_what_ranks_wrote_loads_with_transformers_as_the_trained_weights(case, name):
     folder, ranks = case
-    trained, before = (
-        load_file(folder / "weights.safetensors"),
-        AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+    trained = load_file(folder / "weights.safetensors")
+    before, model = (
+        AutoModelForCausalLM.from_pretrained(folder / one, dtype=torch.float32) for one in ("model", name)
     )
-    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
     assert {name for name, _ in model.named_parameters()} == trained.keys()
     assert all(torch.equal(parameter, trained[name]) for name, parameter in model.named_parameters())
     assert not any(torch.equal(parameter, trained[name]) for name, parameter in before.named_parameters()), (
@@ -71,7 +59,7 @@ def test_a_copy_that_was_written_later_has_the_bytes_of_the_save(case):
 
 def test_no_rank_holds_more_than_its_deal_of_weights_and_its_rows_of_the_moments(case):
     folder, ranks = case
-    found = read_found(folder, ranks)
+    found = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(ranks)]
     sizes = {name: tensor.nbytes for name, tensor in load_file(folder / "weights.safetensors").items()}
     dealt = [sum(sizes[name] for name in one["dealt"]) for one in found]
     assert [one["weights"] for one in found] == dealt and sum(dealt) == sum(sizes.values())

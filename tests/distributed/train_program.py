@@ -35,7 +35,7 @@ def find_model(name: str) -> Path:
     """The directory of a model; "gpt2" is a random one that computes in its own precision throughout: most
     others have norms in float32.
     """
-    return make_gpt2() if name == "gpt2" else resolve_model(name, seed=0)
+    return make_gpt2() if name == "gpt2" else resolve_model(name)
 
 
 @cache
@@ -45,8 +45,8 @@ def make_gpt2() -> Path:
     from rollouts.models.directories import build_directory_once, choose_model_cache
     from rollouts.models.tokenizers import make_byte_tokenizer
 
-    def write(folder: Path):
-        sizes: Any = {"vocab_size": 259, "n_positions": 256, "n_embd": 64, "n_layer": 3, "n_head": 4}
+    def write(folder):
+        sizes = {"vocab_size": 259, "n_positions": 256, "n_embd": 64, "n_layer": 3, "n_head": 4}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             transformers.GPT2LMHeadModel(
@@ -83,7 +83,7 @@ def make_rollouts(step: int) -> RolloutBatch:
     advantage.
     """
     rng = np.random.default_rng(step)
-    tokens, masks, log_probs, ref, advantages = [], [], [], [], []
+    rows = []
     for group in range(int(rng.integers(1, 5))):
         prompt = rng.integers(0, 250, 3 + 7 * group)
         for _ in range(int(rng.integers(1, 5))):
@@ -91,17 +91,15 @@ def make_rollouts(step: int) -> RolloutBatch:
             row = np.concatenate([prompt, answer])
             mask = (np.arange(len(row)) >= len(prompt)) & (rng.random(len(row)) < 0.9)
             mask[-1] = True
-            tokens.append(row)
-            masks.append(mask)
-            log_probs.append(np.where(mask, rng.normal(-5.6, 0.3, len(row)), 0.0).astype(np.float32))
-            ref.append(np.where(mask, rng.normal(-5.6, 0.3, len(row)), 0.0).astype(np.float32))
-            advantages.append(np.where(mask, 0.0 if group == 1 else rng.normal(), 0.0).astype(np.float32))
+            values = *rng.normal(-5.6, 0.3, (2, len(row))), 0.0 if group == 1 else rng.normal()
+            rows.append((row, mask, *(np.where(mask, one, 0.0).astype(np.float32) for one in values)))
+    tokens, masks, log_probs, ref, advantages = zip(*rows, strict=True)
     return RolloutBatch(
-        tokens=tuple(tokens),
-        loss_masks=tuple(masks),
-        rollout_log_probs=tuple(log_probs),
-        ref_log_probs=tuple(ref),
-        advantages=tuple(advantages),
+        tokens=tokens,
+        loss_masks=masks,
+        rollout_log_probs=log_probs,
+        ref_log_probs=ref,
+        advantages=advantages,
         returns=tuple(row / 4 for row in advantages),
         old_values=tuple(row + 6 for row in log_probs),
         temperature=0.9,
@@ -129,7 +127,7 @@ async def train(backend, case: Case) -> tuple[dict[str, Any], dict[str, Tensor]]
 async def drive(channel, ranks) -> list[dict[str, Any]]:
     from rollouts.backends.fsdp import open_fsdp_backend
 
-    found: list[dict[str, Any]] = []
+    found = []
     for number, fields in enumerate(json.loads(sys.argv[1])):
         case = Case(*fields)
         # in a thread: to make one takes seconds, in which this rank must be heard

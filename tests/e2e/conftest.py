@@ -45,8 +45,9 @@ class Train:
     server: ForkServer
     wholes: dict[tuple[Any, ...], Path] = field(default_factory=dict)
 
-    def command(self, out: Path, *arguments: str, mode: str = "sft+rl", torchrun: bool = False) -> list[str]:
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node=1"] if torchrun else []
+    def command(self, out: Path, *arguments: str, mode: str = "sft+rl", torchrun: str = "") -> list[str]:
+        """torchrun: its flags, where it starts the run."""
+        launcher = ["-m", "torch.distributed.run", *torchrun.split()] if torchrun else []
         argv = self.arguments(*arguments, mode=mode)
         return [sys.executable, *launcher, str(TRAIN), *argv, "--output.dir", str(out)]
 
@@ -99,13 +100,11 @@ class Train:
         assert_same_run(whole, parts, stopped=True)
         return rows, whole, parts
 
-    def run_fresh(
-        self, out: Path, *arguments: str, torchrun: bool = False
-    ) -> subprocess.CompletedProcess[str]:
+    def run_fresh(self, out: Path, *arguments: str, torchrun: str = "") -> subprocess.CompletedProcess[str]:
         return self.execute(self.command(out, *arguments, torchrun=torchrun))
 
     def popen(self, command: list[str], **environ: str) -> subprocess.Popen[str]:
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(command, env=self.environment() | environ, text=True, **pipes)
 
     def execute(self, command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def eval_reward(sample) -> float:
     return float(len(sample.response) % 2)
 
 
-def loss(inputs, *, unit: str, **params) -> Any:
+def loss(inputs, *, unit: str, **params):
     """REINFORCE weighted by numbers that torch draws, slow where it is held: many micro-batches, each a piece
     that an interrupt has to wait for.
     """
@@ -70,13 +70,13 @@ def loss(inputs, *, unit: str, **params) -> Any:
     return LOSSES["reinforce"](drawn, unit=unit, **params)
 
 
-def hold_calls(function: Callable[..., Any], phase: str, *, until_released: bool = False) -> Any:
+def hold_calls(function: Callable[..., Any], phase: str, *, until_released: bool = False):
     """The async function; in its phase a call waits first, for good or until RELEASED is there."""
     import trio
 
     released = Path(os.environ["HOLD_REACHED"]).with_name(RELEASED)
 
-    async def held(*arguments, **options) -> Any:
+    async def held(*arguments, **options):
         if is_held(phase):
             note_reached()
             while not (until_released and released.exists()):  # noqa: ASYNC110
@@ -89,9 +89,9 @@ def hold_calls(function: Callable[..., Any], phase: str, *, until_released: bool
 def hold_generate():
     from rollouts.generation import generate
 
-    original: Callable[..., Any] = generate.make_chat_generate
+    original = generate.make_chat_generate
 
-    def make_held(*arguments, **options) -> Any:
+    def make_held(*arguments, **options):
         return hold_calls(original(*arguments, **options), "generate")
 
     generate.make_chat_generate = make_held
@@ -115,7 +115,7 @@ def hold_startup():
     import rollouts.engines.local
 
     @asynccontextmanager
-    async def held(*arguments, **options) -> AsyncIterator[Any]:
+    async def held(*arguments, **options):
         note_reached()
         await trio.sleep_forever()
         yield
@@ -127,15 +127,15 @@ def stop_after(stage: str, step: int):
     import integration_training.run as program
     from rollouts.metrics.writer import JsonlLogger
 
-    watch: Callable[..., Any] = program.watch_signals
-    log_step: Callable[..., Any] = JsonlLogger.log_step
-    controls: list[Any] = []
+    watch = program.watch_signals
+    log_step = JsonlLogger.log_step
+    controls = []
 
     async def watch_and_note(stop, **options):
         controls.append(stop)
         await watch(stop, **options)
 
-    async def log_and_stop(self, *arguments, **options) -> Any:
+    async def log_and_stop(self, *arguments, **options):
         await log_step(self, *arguments, **options)
         if arguments[:2] == (stage, step):
             controls[0].request()
@@ -147,12 +147,12 @@ def stop_after(stage: str, step: int):
 def count_encoded(file: Path):
     from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 
-    original: Callable[..., Any] = AsyncRolloutManager.snapshot
+    original = AsyncRolloutManager.snapshot
 
-    def snapshot(self) -> Any:
+    def snapshot(self):
         encode = original(self)
 
-        def note_and_encode() -> Any:
+        def note_and_encode():
             with file.open("a") as lines:
                 lines.write("encoded\n")
             return encode()

@@ -3,7 +3,6 @@ trains.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ Run = Callable[..., tuple[int, str]]
 def run(tmp_path, capsys) -> Run:
     """(exit code, what is said) of a run in tmp_path / "run" with these settings."""
 
-    def run_main(settings: str = "", *, config: Path = TINY, mode: str = "sft+rl") -> tuple[int, str]:
+    def run_main(settings="", *, config=TINY, mode="sft+rl"):
         given = [*(["--mode", mode] if mode else []), "--output.dir", str(tmp_path / "run")]
         code = main(["--config", str(config), *given, *settings.split()])
         captured = capsys.readouterr()

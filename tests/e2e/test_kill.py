@@ -11,7 +11,6 @@ from rollouts.crash_points import POINTS
 from tests.e2e.kill_jobs import BOTH, GAME, RL, RL_RANKS, SFT, STALE_GAME
 from tests.support.kill_harness import (
     Cut,
-    Job,
     KillHarness,
     check_nothing_lost,
     check_rows_of_attempt,
@@ -48,7 +47,7 @@ def test_a_run_killed_at_a_crash_point_goes_on_exactly(both, point):
 
 
 @pytest.mark.parametrize("job", [GAME, STALE_GAME], ids=lambda job: job.name)
-def test_a_run_killed_in_the_middle_of_trajectories_loses_none(job: Job, train, tmp_path):
+def test_a_run_killed_in_the_middle_of_trajectories_loses_none(job, train, tmp_path):
     """In its first turns, between turns of the second step, and while it plays on after that."""
     with open_kill_harness(job, tmp_path / "work", server=train.server) as harness:
         cuts = [Cut("rollout.turn:6"), Cut("rollout.turn:40"), Cut("rollout.turn:11", optional=True)]
@@ -82,7 +81,7 @@ def test_a_run_on_ranks_goes_on_exactly_after_one_and_then_the_other_was_killed(
 
 
 @pytest.mark.parametrize("job", [SFT, RL], ids=lambda job: job.name)
-def test_runs_killed_at_random_instants_go_on_exactly(job: Job, train, tmp_path):
+def test_runs_killed_at_random_instants_go_on_exactly(job, train, tmp_path):
     with open_kill_harness(job, tmp_path / "work", server=train.server) as harness:
         kills = 0
         for seed in range(RANDOM_INSTANTS // 2):

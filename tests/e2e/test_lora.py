@@ -5,7 +5,6 @@ what they leave evaluates as the run did, loads elsewhere and begins other runs.
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from rollouts.models.load import load_hf_model
 from tests.e2e import test_pipeline as pipeline
 from tests.e2e.conftest import Train, read_tiny
 from tests.e2e.kill_jobs import make_job
-from tests.support.kill_harness import Cut, Job, open_kill_harness
+from tests.support.kill_harness import Cut, open_kill_harness
 
 pytestmark = pytest.mark.slow
 LORA = "--model.lora.rank 4 --model.lora.alpha 8"
@@ -36,9 +35,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize(("job", "points"), KILLS.values(), ids=KILLS)
-def test_a_killed_run_goes_on_to_the_same_bits_and_keeps_its_reference(
-    train: Train, tmp_path: Path, job: Job, points: str
-):
+def test_a_killed_run_goes_on_to_the_same_bits_and_keeps_its_reference(train, tmp_path, job, points):
     """The KL is to what RL began with: 0 in the first step, also where SFT has moved it away from the base,
     and another one in every later step.
     """
@@ -61,9 +58,7 @@ STAGES = {
 
 
 @pytest.mark.parametrize(("mode", "flags"), STAGES.values(), ids=STAGES)
-def test_every_stage_trains_adapters_and_goes_on_exactly(
-    train: Train, tmp_path: Path, mode: str, flags: list[str]
-):
+def test_every_stage_trains_adapters_and_goes_on_exactly(train, tmp_path, mode, flags):
     argv = ["--config", str(pipeline.CONFIG), "--mode", mode, *pipeline.SHORT, *pipeline.EVERY_OTHER, *flags]
     rows, whole, _ = train.run_whole_and_parts(argv, tmp_path, "rl:2")
     assert all(row["critic/optim/grad_norm"] > 0 and row["optim/grad_norm"] > 0 for row in rows)
@@ -77,7 +72,7 @@ def test_every_stage_trains_adapters_and_goes_on_exactly(
     assert len({row["reward/part/reward_model/mean"] for row in rows}) == 4
 
 
-def test_two_ranks_train_every_stage_as_one_does(train: Train, tmp_path: Path):
+def test_two_ranks_train_every_stage_as_one_does(train, tmp_path):
     argv = ["--config", str(pipeline.CONFIG), "--mode", pipeline.MODE, *pipeline.SHORT, *shlex.split(LORA)]
     found = []
     for ranks in (1, 2):
@@ -89,16 +84,6 @@ def test_two_ranks_train_every_stage_as_one_does(train: Train, tmp_path: Path):
         assert two["loss/total"] == pytest.approx(one["loss/total"], rel=1e-3, abs=1e-4), one["stage"]
 
 
-def test_a_copied_engine_gets_adapters_every_second_step(train: Train, tmp_path: Path):
-    flags = f"--engine.mode copied --rl.sync_every 2 --rl.max_staleness 1 {LORA} {REWARD}"
-    train.run(tmp_path / "run", *shlex.split(flags), mode="rl")
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    differences = [row.get("weight_sync/probe_difference/max") for row in rows]
-    assert [None if found is None else found < 1e-4 for found in differences] == [None, True, None, True]
-    assert [row["off_policy/max"] for row in rows] == [0.0, 1.0, 0.0, 1.0]
-    assert all(row["optim/grad_norm"] > 0 for row in rows)
-
-
 @pytest.fixture(scope="module")
 def trained(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of sft and rl."""
@@ -107,7 +92,7 @@ def trained(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_checkpoint_evaluates_as_its_run_did(trained: Path, train: Train, monkeypatch: pytest.MonkeyPatch):
+def test_a_checkpoint_evaluates_as_its_run_did(trained, train, monkeypatch):
     monkeypatch.setenv("ROLLOUTS_CACHE", str(train.cache))
     monkeypatch.chdir(trained.parent)
     of_run = {(row["stage"], row["step"]): row for row in read_rows(trained / "evaluations.jsonl")}
@@ -121,8 +106,8 @@ def test_a_checkpoint_evaluates_as_its_run_did(trained: Path, train: Train, monk
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
-def test_the_last_checkpoint_loads_in_peft_and_gives_the_same_logits(trained: Path):
-    peft: Any = pytest.importorskip("peft")
+def test_the_last_checkpoint_loads_in_peft_and_gives_the_same_logits(trained):
+    peft = pytest.importorskip("peft")
     checkpoint, ids = trained / "checkpoints" / "rl" / "step_4", torch.arange(40)[None]
     base = json.loads((checkpoint / "base.json").read_text())["path"]
     model, plain = (AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval() for _ in range(2))
@@ -132,7 +117,7 @@ def test_the_last_checkpoint_loads_in_peft_and_gives_the_same_logits(trained: Pa
         assert (plain(ids).logits - theirs).abs().max() > 0.1
 
 
-def test_a_run_begins_with_the_adapter_of_another(trained: Path, train: Train, tmp_path: Path):
+def test_a_run_begins_with_the_adapter_of_another(trained, train, tmp_path):
     flags = shlex.split(
         f"{LORA} {REWARD} --rl.kl_coef 0.05 --model.lora.init_from {trained}/checkpoints/sft/step_20"
     )
@@ -143,7 +128,7 @@ def test_a_run_begins_with_the_adapter_of_another(trained: Path, train: Train, t
         assert [row[name] for row in alone] == [row[name] for row in continued], name
 
 
-def test_what_cannot_train_is_refused_before_it_does(trained: Path, train: Train, tmp_path: Path):
+def test_what_cannot_train_is_refused_before_it_does(trained, train, tmp_path):
     begun = f"--model.lora.init_from {trained}/checkpoints/sft/step_20"
     for flags, expected in {
         f"--model.lora.rank 8 --model.lora.alpha 8 {begun}": "has rank 4, and model.lora.rank=8",
@@ -155,7 +140,7 @@ def test_what_cannot_train_is_refused_before_it_does(trained: Path, train: Train
         assert expected in done.stderr and not out.exists(), done.stderr
 
 
-def test_dropout_goes_on_drawing_where_it_was(train: Train, tmp_path: Path):
+def test_dropout_goes_on_drawing_where_it_was(train, tmp_path):
     config = tmp_path / "sft.toml"
     config.write_text(read_tiny().partition("[rl]")[0])
     flags = f"{LORA} --model.lora.dropout 0.5 --model.gradient_checkpointing true --sft.steps 6"

@@ -106,8 +106,8 @@ def test_the_reward_model_is_one_of_transformers_and_gives_the_accuracy_that_was
     from integration_training.tasks.letter_words import make_pairs
 
     path = whole / "checkpoints" / "reward_model" / "step_5"
-    model: Any = AutoModelForSequenceClassification.from_pretrained(path)
-    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
     assert model.config.num_labels == 1
     held_out = make_pairs(size=60, seed=2000)[-8:]  # as no prompt of theirs comes again
     assert len({pair["prompt"] for pair in make_pairs(size=60, seed=2000)}) == 60

@@ -83,7 +83,7 @@ def prompts_of_steps(run: Path) -> dict[int, set[str]]:
     """Prompts that trained, by step. Their samples differ: a prompt drawn again is a new attempt with random
     numbers of its own.
     """
-    prompts: dict[int, set[str]] = {}
+    prompts = {}
     for row in read_rows(run / "samples.jsonl"):
         if row["stage"] == "rl" and row["status"] != "failed":
             prompts.setdefault(row["step"], set()).add(row["metadata"]["prompt_id"])
@@ -162,7 +162,7 @@ filters = ["plug_ins.py:keep_all"]
 def mixture(tmp_path):
     (tmp_path / "plug_ins.py").write_text(PLUG_INS)
 
-    def write(rollout: str, rl: str = "") -> Path:
+    def write(rollout, rl=""):
         path = tmp_path / "mixture.toml"
         path.write_text(MIXTURE.format(rollout=rollout, rl=rl))
         return path

@@ -5,7 +5,6 @@ number, and when one is lost.
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 import trio
+from torch.nn.utils import parameters_to_vector
 from transformers import AutoModelForCausalLM
 
 from rollouts.metrics.jsonl import newest_attempts, read_rows
@@ -32,13 +31,8 @@ LAST_STEPS = shlex.split("--sft.eval_every 0 --output.checkpoint_every 2 --sft.s
 
 def torchrun(train: Train, out: Path, *arguments: str, mode: str, restarts: int = 0) -> list[str]:
     """train.py on two ranks, as torchrun starts it."""
-    python, *script = train.command(out, *SETTINGS, "--sft.steps", str(STEPS), *arguments, mode=mode)
-    launcher = f"-m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts={restarts}"
-    return [python, *launcher.split(), *script]
-
-
-def start(words: list[str], environ: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(words, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    flags = f"--standalone --nproc-per-node=2 --max-restarts={restarts}"
+    return train.command(out, *SETTINGS, "--sft.steps", str(STEPS), *arguments, mode=mode, torchrun=flags)
 
 
 def whole(train: Train, *arguments: str, mode: str, ranks: int) -> Path:
@@ -55,7 +49,7 @@ def rows_of(out: Path, stage: str) -> list[dict[str, Any]]:
 def assert_same_sft(one: Path, several: Path):
     """Equal up to the order of sums."""
     expected, found = rows_of(one, "sft")[:STEPS], rows_of(several, "sft")[:STEPS]
-    assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in found] == [row["step"] for row in expected] == [*range(1, STEPS + 1)]
     for name in ("loss/total", "optim/grad_norm", "entropy/mean"):
         assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-4), name
 
@@ -78,12 +72,8 @@ def test_two_ranks_under_torchrun_are_the_run_of_one(train, tmp_path):
         AutoModelForCausalLM.from_pretrained(out / "checkpoints" / "sft" / f"step_{STEPS}")
         for out in (alone, tmp_path / "run")
     )
-    difference = torch.cat(
-        [(a - b).flatten() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)]
-    )
-    assert (
-        difference.norm() <= 1e-4 * torch.cat([parameter.flatten() for parameter in ours.parameters()]).norm()
-    )
+    one, other = (parameters_to_vector(model.parameters()) for model in (ours, theirs))
+    assert (one - other).norm() <= 1e-4 * one.norm()
 
 
 # --- ranks that are lost ------------------------------------------------------------------------------------
@@ -101,7 +91,7 @@ KILLED, STOPPED = "its process has ended", "no heartbeat came for 20 s"
     ],
 )
 async def test_when_a_rank_is_lost_before_or_inside_a_collective_the_other_ends_and_names_it(
-    train, tmp_path, held: int, how: signal.Signals, reason
+    train, tmp_path, held, how, reason
 ):
     """One rank is held before an all-gather, so the other is inside it; rank 1 is lost. Nobody ends rank 0
     but itself.
@@ -124,12 +114,8 @@ async def test_when_a_rank_is_lost_before_or_inside_a_collective_the_other_ends_
         ended = train.server.wait()
     assert ended.returncodes == (75, -signal.SIGKILL), train.said(out)
     assert took_s < NOTICED_S
-    assert (
-        train.said(out)[1].count(
-            f"rollouts: rank 1 was lost during forward_backward of step 3: {reason}; this process ends too\n"
-        )
-        == 1
-    )
+    lost = f"rollouts: rank 1 was lost during forward_backward of step 3: {reason}; this process ends too\n"
+    assert train.said(out)[1].count(lost) == 1
     assert ended.leftover == ()
 
 
@@ -139,14 +125,13 @@ async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_agai
     """
     out, listed = tmp_path / "run", tmp_path / "reached"
     environ = {
-        **train.environment(),
         "ROLLOUTS_HANG_AT": f"{AGREEMENT}:5:1",
         "ROLLOUTS_LIST_POINTS": str(listed),
         # for a rank that does not end by SIGTERM; torch before 2.13 always gives it 30 s
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
     }
     words = torchrun(train, out, *LAST_STEPS, mode="sft", restarts=1)
-    with start(words, environ) as process:
+    with train.popen(words, **environ) as process:
         try:
             await wait_reached(listed, 10, [process.pid])
             await trio.sleep(BEATS_S)

@@ -20,11 +20,21 @@ def run(out: Path, flags: str, *, config: Path = TINY) -> list[dict]:
     return read_rows(out / "metrics.jsonl")
 
 
-def test_a_copied_engine_is_synchronised_every_second_step_and_verified(tmp_path):
-    rows = run(tmp_path / "run", "--engine.mode copied --rl.sync_every 2 --rl.max_staleness 1")
+ADAPTERS = (
+    "--model.lora.rank 4 --model.lora.alpha 8 --rl.optim.lr 1e-2"
+    " --rl.rollout.reward tests.e2e.test_rl_changes:score_letters"
+)
+
+
+@pytest.mark.parametrize(
+    "more", ["", pytest.param(ADAPTERS, marks=pytest.mark.slow)], ids=["all", "adapters"]
+)
+def test_a_copied_engine_is_synchronised_every_second_step_and_verified(tmp_path, more):
+    rows = run(tmp_path / "run", f"--engine.mode copied --rl.sync_every 2 --rl.max_staleness 1 {more}")
     differences = [row.get("weight_sync/probe_difference/max") for row in rows]
     assert [None if found is None else found < 1e-4 for found in differences] == [None, True, None, True]
     assert [row["off_policy/max"] for row in rows] == [0.0, 1.0, 0.0, 1.0]
+    assert not more or all(row["optim/grad_norm"] > 0 for row in rows)
 
 
 def test_the_kl_to_the_reference_is_zero_at_first_and_then_is_not(tmp_path):

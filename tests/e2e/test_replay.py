@@ -95,7 +95,7 @@ def test_a_grpo_step_is_recomputed_from_the_record_and_every_gap_in_it_is_named(
 def check_lies_are_found(run_dir: RunDir, capsys: pytest.CaptureFixture[str]):
     """Exit code 1 where the record says something else than its arrays."""
 
-    def check(file: str, change: Callable[[dict[str, Any]], dict[str, float]]):
+    def check(file, change):
         lying = copy_run(run_dir, "lying")
         rewrite(getattr(lying, file), change)
         assert replay(lying.root, 1) == 1
@@ -115,7 +115,7 @@ def check_lies_are_found(run_dir: RunDir, capsys: pytest.CaptureFixture[str]):
 def check_gaps_are_named(run_dir: RunDir, capsys: pytest.CaptureFixture[str]):
     """Exit code 2 and a sentence."""
 
-    def check(run: RunDir, words: str, message: str):
+    def check(run, words, message):
         assert replay(run.root, *words.split()) == 2
         assert message in capsys.readouterr().err
 

@@ -3,7 +3,6 @@ resumed, it is the same run.
 """
 
 import shlex
-from typing import Any
 
 import pytest
 
@@ -35,7 +34,7 @@ def score_letters(sample: Sample) -> float:
     return float(sum(letter.isascii() for letter in sample.response))
 
 
-def halve(inputs: AdvantageInputs) -> Any:
+def halve(inputs: AdvantageInputs):
     """An advantage of the user's own."""
     return (inputs.rewards - inputs.rewards.mean()) / 2
 

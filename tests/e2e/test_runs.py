@@ -95,7 +95,7 @@ def test_resume_without_a_run_starts_one_and_a_finished_run_stays_finished(
 
 
 def test_torchrun_runs_the_same_program_to_the_same_bits(train, finished_run, tmp_path):
-    train.run_fresh(tmp_path / "torchrun", torchrun=True)
+    train.run_fresh(tmp_path / "torchrun", torchrun="--nproc-per-node=1")
     assert_same_run(finished_run, tmp_path / "torchrun")
 
 
@@ -111,8 +111,7 @@ def test_rl_starts_with_the_weights_of_the_sft_checkpoint(train, finished_run, t
 @pytest.mark.slow
 def test_the_model_of_a_stage_is_gone_before_the_next_one_loads(tmp_path, monkeypatch):
     # with its moments it is three times the weights, for as long as RL trains
-    models = []
-    alive = []
+    models, alive = [], []
     open_stage = integration_training.stages.open_stage
 
     @asynccontextmanager

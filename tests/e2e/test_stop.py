@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
@@ -74,11 +73,6 @@ async def wait_reached(out: Path, pid: int):
 # --- in a phase ---------------------------------------------------------------------------------------------
 
 
-def without_sync(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, without what an update of engines measured."""
-    return {name: value for name, value in row.items() if not name.startswith("weight_sync/")}
-
-
 async def stop_in(train: Train, out: Path, phase: str, *more: str, ranks: int) -> tuple[str, str]:
     """stdout and stderr of a run that was stopped in the phase, as a launcher does it, and is gone in time
     with exit code 0.
@@ -114,9 +108,7 @@ async def stop_in(train: Train, out: Path, phase: str, *more: str, ranks: int) -
         if ranks == 1 or phase in ON_RANKS or EVERY_PHASE
     ],
 )
-async def test_sigterm_in_a_phase_ends_in_time_and_the_run_goes_on_exactly(
-    train, tmp_path, phase, ranks: int
-):
+async def test_sigterm_in_a_phase_ends_in_time_and_the_run_goes_on_exactly(train, tmp_path, phase, ranks):
     out = tmp_path / "run"
     every = ("--output.checkpoint_every", "1") if phase == "save" else ()
     stdout, stderr = await stop_in(train, out, phase, *every, ranks=ranks)
@@ -140,7 +132,11 @@ async def test_sigterm_in_a_phase_ends_in_time_and_the_run_goes_on_exactly(
     ):  # of an engine with weights of its own; the row of a step whose sync was cut does not tell of one
         assert differences.pop(0).startswith('metrics.jsonl, rl step 2: {"weight_sync/')
         left, right = (
-            [without_sync(row) for row in read_comparable(run / "metrics.jsonl")] for run in (whole, out)
+            [
+                {name: value for name, value in row.items() if not name.startswith("weight_sync/")}
+                for row in read_comparable(run / "metrics.jsonl")
+            ]
+            for run in (whole, out)
         )
         assert left == right
     assert not differences

@@ -7,7 +7,6 @@ the machine's speed. They are never more than a batch, so the batches before tha
 
 import json
 import random
-from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -50,7 +49,7 @@ async def multiply(a: int, b: int) -> int:
 
 def count_turns(sample: Sample) -> float:
     """A reward: how many turns the model had."""
-    messages: Sequence[Any] = sample.metadata["messages"]
+    messages = sample.metadata["messages"]
     return float(sum(message["role"] == "assistant" for message in messages))
 
 
@@ -62,7 +61,7 @@ def make_rows(*, size: int, seed: int) -> list[Row]:
 def make_examples(*, size: int, seed: int) -> list[Row]:
     """Conversations with one call, or two."""
     draw = random.Random(seed)
-    examples: list[Row] = []
+    examples = []
     for row in make_rows(size=size, seed=seed):
         messages = [{"role": "user", "content": row["prompt"]}]
         for _ in range(draw.randint(1, 2)):

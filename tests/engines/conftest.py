@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -61,16 +61,6 @@ def open_engine(server: RunningServer, **changes) -> AbstractAsyncContextManager
     return opened(server.url, **({"api_key": server.api_key, "vocab_size": VOCAB_SIZE} | changes))
 
 
-@pytest.fixture(scope="session")
-def vllm_python() -> Path:
-    return find_python("vllm")
-
-
-@pytest.fixture(scope="session")
-def sglang_python() -> Path:
-    return find_python("sglang")
-
-
 def find_python(kind: Kind) -> Path:
     """The Python of an environment that has such a server; the test is skipped where there is none."""
     variable = f"ROLLOUTS_{kind.upper()}_PYTHON"
@@ -114,21 +104,21 @@ def save_random_model(path: Path, *, seed: int, std: float):
         pad_token_id=256,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(path)
-    for file in resolve_model("tiny:llama", seed=0).iterdir():
+    for file in resolve_model("tiny:llama").iterdir():
         if "token" in file.name or file.suffix == ".jinja":
             shutil.copy(file, path / file.name)
 
 
 @contextlib.contextmanager
 def run_server(
-    kind: Kind, python: Path, model: Path, folder: Path, *flags: str, lora: Any = None, **environment: str
+    kind: Kind, model: Path, folder: Path, *flags: str, lora=None, **environment: str
 ) -> Iterator[RunningServer]:
     """A server on a CPU, in a process group that is killed in the end. Its log and key are in `folder`."""
     port, api_key = find_free_port(), secrets.token_hex(16)
     keys, log = folder / "keys.yaml", folder / "server.log"
     keys.touch(mode=0o600)
     keys.write_text(f'api-key: "{api_key}"\n')
-    command = EngineCommand(kind, python, model, (*ARGS[kind].split(), *flags), lora)
+    command = EngineCommand(kind, find_python(kind), model, (*ARGS[kind].split(), *flags), lora)
     words = make_arguments(command, port=port, key_file=keys)
     env = make_environment(command, os.environ, threads=1) | {"HF_HUB_OFFLINE": "1"}
     env |= {"VLLM_API_KEY": api_key, "VLLM_NO_USAGE_STATS": "1"} | environment
@@ -164,14 +154,14 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path):
 
 
 @pytest.fixture(scope="session")
-def vllm_server(vllm_python, snapshots, tmp_path_factory) -> Iterator[RunningServer]:
-    with run_server("vllm", vllm_python, snapshots[0], tmp_path_factory.mktemp("vllm")) as server:
+def vllm_server(snapshots, tmp_path_factory) -> Iterator[RunningServer]:
+    with run_server("vllm", snapshots[0], tmp_path_factory.mktemp("vllm")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def sglang_server(sglang_python, snapshots, tmp_path_factory) -> Iterator[RunningServer]:
-    with run_server("sglang", sglang_python, snapshots[0], tmp_path_factory.mktemp("sglang")) as server:
+def sglang_server(snapshots, tmp_path_factory) -> Iterator[RunningServer]:
+    with run_server("sglang", snapshots[0], tmp_path_factory.mktemp("sglang")) as server:
         yield server
 
 

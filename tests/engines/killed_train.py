@@ -22,7 +22,7 @@ async def generate_and_kill(self: ServerEngine, request: GenerateRequest) -> Com
     answer = await generate(self, request)
     if not request.score_prompt and answer.weight_versions[-1:].tolist() == [2] and len(STARTED) == 1:
         STARTED.append(STARTED[0])
-        os.kill(STARTED[0].pid, signal.SIGKILL)
+        os.kill(STARTED[0].process.pid, signal.SIGKILL)
     return answer
 
 

@@ -59,7 +59,7 @@ async def generate_for_trajectory(self: ServerEngine, request: GenerateRequest) 
     return await generate(self, request)
 
 
-async def call_and_record(self: Server, method: str, path: str, body: Any = None, **options) -> bytes:
+async def call_and_record(self: Server, method: str, path: str, body=None, **options) -> bytes:
     request = REQUEST.get()
     if path not in PATHS or request is None:
         return await call(self, method, path, body, **options)
@@ -82,7 +82,7 @@ def read_answer(answer) -> dict[str, Any]:
     return {"tokens": tokens, "log_probs": log_probs, "versions": versions}
 
 
-async def load_and_record(self: ServerEngine, path: Path, version: int) -> Any:
+async def load_and_record(self: ServerEngine, path: Path, version: int):
     loaded = await load(self, path, version)
     record("loaded", self.features.name, version=version)
     return loaded

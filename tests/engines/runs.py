@@ -51,13 +51,7 @@ def make_environment(folder: Path, mark: str, environment: dict[str, str]) -> di
 
 
 def train(
-    folder: Path,
-    config: str,
-    flags: str,
-    *,
-    exit_code: int = 0,
-    program: Path = TRAIN,
-    **environment: str,
+    folder: Path, config: str, flags: str, *, exit_code: int = 0, program: Path = TRAIN, **environment: str
 ) -> str:
     """What a run that ended with `exit_code` wrote to stderr. Nothing that it started runs any more."""
     mark = uuid.uuid4().hex

@@ -4,16 +4,15 @@ adapters the first, under each new name), and that a run whose servers all fail 
 
 import runpy
 from pathlib import Path
-from typing import Any
 
-import rollouts.engines.open
+import rollouts.engines.processes
 from rollouts.engines.wire import Server
 
 post = Server.control
 ADAPTERS: list[str] = []
 
 
-async def control(self: Server, path: str, body: Any = None, *rest, **named) -> Any:
+async def control(self: Server, path: str, body=None, *rest, **named):
     if path == "/collective_rpc":
         return None
     if path == "/v1/load_lora_adapter":
@@ -23,7 +22,7 @@ async def control(self: Server, path: str, body: Any = None, *rest, **named) -> 
 
 
 Server.control = control
-rollouts.engines.open.DOWN_LIMIT_S = 5.0  # before who imports its value
+rollouts.engines.processes.DOWN_LIMIT_S = 5.0  # before who imports its value
 runpy.run_path(
     str(Path(__file__).resolve().parents[2] / "integration_training" / "train.py"), run_name="__main__"
 )

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import torch
 from rollouts.metrics.token_shards import read_token_arrays
 from rollouts.models.load import load_hf_model
 from rollouts.run_dir import RunDir
+from tests.support.plain_backend import score_row
 
 from .conftest import Kind, find_python, save_random_model
 from .runs import TRAIN, read_rows, train, use_short
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[Kind, str]] = {
 }
 
 
-def run(folder: Path, kind: Kind, more: str, **options: Any) -> tuple[RunDir, str]:
+def run(folder: Path, kind: Kind, more: str, **options) -> tuple[RunDir, str]:
     """The run of a model whose answers are of many lengths, and what it wrote to stderr."""
     save_random_model(folder / "model", seed=1, std=0.2)
     generation = folder / "model" / "generation_config.json"
@@ -43,7 +43,7 @@ def run(folder: Path, kind: Kind, more: str, **options: Any) -> tuple[RunDir, st
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_token_is_of_the_adapter_whose_version_it_bears(case: str, tmp_path: Path):
+def test_each_token_is_of_the_adapter_whose_version_it_bears(case, tmp_path):
     """The server's log-probs are those of the checkpoint of that version, and not of the one before: also
     where a sample went on over an update, or the server was killed and has been given the adapter again.
     """
@@ -59,35 +59,30 @@ def test_each_token_is_of_the_adapter_whose_version_it_bears(case: str, tmp_path
 
     paths = [tmp_path / "model", *(run_dir.checkpoint("rl", step) for step in range(1, STEPS))]
     models = [load_hf_model(path).float() for path in paths]
-    changes: dict[int, float] = {}
-    spanning = 0
+    changes, spanning = {}, 0
     for row in read_rows(run_dir.contributions):
         arrays = read_token_arrays(run_dir, row)
-        tokens = torch.from_numpy(arrays["tokens"].astype(np.int64))
+        tokens = arrays["tokens"].astype(np.int64)
         sampled = {*arrays["version"][arrays["mask"] == 1].tolist()}
         assert sampled <= {row["step"] - 1, row["step"] - 2}
         spanning += len(sampled) == 2
         for version in sampled:
-            its = ((arrays["mask"] == 1) & (arrays["version"] == version))[1:]
-            own, old = (score(models[one], tokens)[its] for one in (version, max(0, version - 1)))
-            np.testing.assert_allclose(arrays["mu"][1:][its], own, rtol=0, atol=2e-4)
+            its = (arrays["mask"] == 1) & (arrays["version"] == version)
+            with torch.no_grad():
+                both = (score_row(models[one], tokens)[0] for one in (version, max(0, version - 1)))
+                own, old = (scored.numpy()[its] for scored in both)
+            np.testing.assert_allclose(arrays["mu"][its], own, rtol=0, atol=2e-4)
             if version:
                 changes[version] = max(changes.get(version, 0.0), float(np.abs(own - old).max()))
     assert len(changes) >= 3 and min(changes.values()) > 1e-3, changes
     if case == "killed":
         again = (run_dir.engine_logs / "vllm-0.log").read_text().partition(" start 2 of vllm-0")[2]
         assert "rollouts-v2-" in again
-    else:
+    elif case != "merged":  # whose answers may all have ended when its whole model comes
         assert spanning > 0
 
 
-def score(model: torch.nn.Module, tokens: torch.Tensor) -> np.ndarray:
-    with torch.no_grad():
-        log_probs = model(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
-    return log_probs.gather(-1, tokens[1:, None])[:, 0].numpy()
-
-
-def test_a_server_that_says_200_and_keeps_the_adapter_before_stops_the_run(tmp_path: Path):
+def test_a_server_that_says_200_and_keeps_the_adapter_before_stops_the_run(tmp_path):
     run_dir, errors = run(
         tmp_path, "vllm", "", exit_code=1, program=Path(__file__).with_name("sabotaged_train.py")
     )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,13 @@ import transformers
 from safetensors.torch import save_file
 
 from rollouts.engines.server import ServerEngine
-from rollouts.errors import EngineError
-from rollouts.testing.engine_contracts import LONG, at_work, make_request
+from rollouts.errors import EngineError, RequestRefused
+from rollouts.models.load import load_tokenizer
+from rollouts.testing.engine_contracts import LONG, asked, at_work, make_request
 from rollouts.types import Completion, GenerateRequest, SamplingParams
-from tests.support.plain_backend import score_completion
+from tests.support.plain_backend import score_completion, score_row
 
-from .conftest import Kind, RunningServer, Snapshots, find_python, open_engine, run_server
+from .conftest import RunningServer, open_engine, run_server
 
 pytestmark = pytest.mark.engines
 RANK = 4
@@ -25,12 +27,12 @@ Model = transformers.LlamaForCausalLM
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
-def server(
-    request: pytest.FixtureRequest, snapshots: Snapshots, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningServer]:
-    kind: Kind = request.param
+def server(request, snapshots, tmp_path_factory) -> Iterator[RunningServer]:
+    kind = request.param
     folder = tmp_path_factory.mktemp(f"{kind}-lora")
-    with run_server(kind, find_python(kind), snapshots[0], folder, lora=(RANK, MODULES)) as running:
+    at_once = ("--max-loras", "3") if kind == "vllm" else ()
+    options = {"lora": (RANK, MODULES)}
+    with run_server(kind, snapshots[0], folder, *at_once, **options) as running:
         yield running
 
 
@@ -38,7 +40,7 @@ def make_adapter(base: Path, path: Path, *, seed: int, rank: int = RANK) -> Mode
     """Writes an adapter of random A and B into `path`; the model that it makes of `base`, in float32."""
     draw = torch.Generator().manual_seed(seed)
     model = Model.from_pretrained(base, dtype=torch.float32)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name.endswith(MODULES):
             a = torch.randn(rank, module.in_features, generator=draw) * 0.2
@@ -60,7 +62,7 @@ def make_adapter(base: Path, path: Path, *, seed: int, rank: int = RANK) -> Mode
     return model
 
 
-async def bring(engine: ServerEngine, path: Path, version: int) -> None:
+async def bring(engine: ServerEngine, path: Path, version: int):
     await engine.pause("keep")
     try:
         await engine.update_weights_from_checkpoint(path, version)
@@ -82,15 +84,13 @@ async def assert_serves(engine: ServerEngine, model: Model, version: int) -> Com
     assert answer.weight_versions.tolist() == [version] * 8
     np.testing.assert_allclose(answer.log_probs, score_completion(model, request, answer), atol=2e-4)
     with torch.no_grad():
-        scores = model(torch.from_numpy(prompt)[None]).logits[0, :-1].log_softmax(-1)
-    expected = scores.gather(-1, torch.from_numpy(prompt)[1:, None])[:, 0].numpy()
-    assert answer.prompt_log_probs is not None
-    np.testing.assert_allclose(answer.prompt_log_probs[1:], expected, atol=2e-4)
+        expected, _ = score_row(model, prompt)
+    np.testing.assert_allclose(answer.prompt_log_probs[1:], expected[1:], atol=2e-4)
     return answer
 
 
 async def test_adapters_and_whole_weights_follow_each_other_while_requests_are_in_flight(
-    server: RunningServer, snapshots: Snapshots, tmp_path: Path
+    server, snapshots, tmp_path
 ):
     """What is cut off carries the version, and the log-probs, of the adapter that it began with."""
     first, second = snapshots
@@ -119,7 +119,7 @@ async def test_adapters_and_whole_weights_follow_each_other_while_requests_are_i
 
 
 async def test_an_adapter_that_cannot_be_served_is_refused_in_the_servers_words_and_the_one_before_stays(
-    server: RunningServer, snapshots: Snapshots, tmp_path: Path
+    server, snapshots, tmp_path
 ):
     model = make_adapter(snapshots[0], tmp_path / "fits", seed=1)
     make_adapter(snapshots[0], tmp_path / "large", seed=1, rank=64)
@@ -134,3 +134,87 @@ async def test_an_adapter_that_cannot_be_served_is_refused_in_the_servers_words_
         with pytest.raises(EngineError, match="load_lora_adapter gave"):
             await bring(engine, tmp_path / "cut", 22)
         await assert_serves(engine, model, 21)
+
+
+# --- by name, and what else a request may ask for -----------------------------------------------------------
+
+
+def check_answer(model: Model, request: GenerateRequest, answer: Completion):
+    """Its log-probs, those of its prompt, and the likeliest at each place are the model's."""
+    with torch.no_grad():
+        ids = torch.from_numpy(np.concatenate([request.prompt_ids, answer.token_ids]))
+        logits, first = model(ids[None]).logits[0, :-1], len(request.prompt_ids) - 1
+    plain = logits[:first].log_softmax(-1)
+    sampled = (logits[first:] / request.sampling.temperature).log_softmax(-1)
+    prompt = plain.gather(-1, ids[1 : first + 1, None])[:, 0]
+    tokens = sampled.gather(-1, ids[first + 1 :, None])[:, 0]
+    np.testing.assert_allclose(answer.prompt_log_probs[1:], prompt, atol=2e-4)
+    np.testing.assert_allclose(answer.log_probs, tokens, atol=2e-4)
+    for found, scores in ((answer.prompt_top, plain), (answer.top_log_probs, sampled)):
+        np.testing.assert_allclose(found.log_probs, scores.topk(found.log_probs.shape[1]).values, atol=2e-4)
+        listed = scores.gather(-1, torch.from_numpy(found.token_ids))
+        np.testing.assert_allclose(found.log_probs, listed, atol=2e-4)
+
+
+async def test_three_adapters_by_name_are_served_at_once_beside_the_version_and_come_and_go(
+    server, snapshots, tmp_path
+):
+    base = snapshots[0]
+    models = {"": Model.from_pretrained(base, dtype=torch.float32)}
+    models |= {name: make_adapter(base, tmp_path / name, seed=ord(name)) for name in "abcd"}
+
+    async def check(*names):
+        plain = make_request(prompt=tuple(range(5, 250, 15)), max_new_tokens=12, temperature=0.8)
+        plain = replace(plain, score_prompt=True, prompt_top=5, top_log_probs=3)
+        requests = {
+            f"{name}-{index}": replace(plain, request_id=f"{name}-{index}", adapter=name)
+            for name in names
+            for index in range(3)
+        }
+        async with asked(engine, *requests.values()) as answers:
+            pass
+        for key, answer in answers.items():
+            check_answer(models[key[:-2]], requests[key], answer)
+
+    async with open_engine(server) as engine:
+        await bring(engine, base, 40)
+        for name in "abc":
+            await engine.add_adapter(name, tmp_path / name)
+        if server.kind == "vllm":
+            with pytest.raises(RequestRefused, match="names no adapter while the server has some: on a CPU"):
+                await engine.generate(make_request())
+        await check(*("", "a", "b", "c")[server.kind == "vllm" :])
+        await engine.remove_adapter("b")
+        await engine.add_adapter("d", tmp_path / "d")
+        await engine.add_adapter("b", tmp_path / "d")  # the name is another's now
+        models["b"] = models["d"]
+        await check("a", "b", "d")
+        await bring(engine, tmp_path / "c", 41)
+        models[""] = models["c"]
+        await check("", "a", "d")
+        for name in "abcd":
+            await engine.remove_adapter(name)
+        await bring(engine, base, 42)
+        await assert_serves(engine, Model.from_pretrained(base, dtype=torch.float32), 42)
+
+
+async def test_a_request_ends_with_the_token_that_completes_a_text(server, snapshots):
+    """Bytes of one character in several tokens; and one that ends at its limit at the same time, which
+    servers look at first."""
+    tokenizer = load_tokenizer(snapshots[0])
+    text = "\n\nUser: 漢✓"
+    async with open_engine(server) as engine:
+        whole = await engine.generate(make_request("whole", max_new_tokens=60, temperature=0.0))
+        said = whole.token_ids.tolist()
+        stops = [tokenizer.decode(said[first : first + 3]) for first in (20, 33)]
+        stops = [stop for stop in stops if "\ufffd" not in stop] + [text]
+        for count in range(1, 61):
+            spoken = tokenizer.decode(said[:count])
+            if any(stop in spoken for stop in stops):
+                break
+        for limit in (60, count):
+            sampling = SamplingParams(max_new_tokens=limit, temperature=0.0, stop_texts=tuple(stops))
+            cut = await engine.generate(replace(make_request("cut"), sampling=sampling))
+            assert cut.token_ids.tolist() == said[:count]
+            assert len(cut.weight_versions) == count
+            assert cut.finish_reason == ("length" if limit == count else "stop")

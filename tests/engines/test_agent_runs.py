@@ -19,7 +19,7 @@ from rollouts.checkpoints.load import load_trainer_state
 from rollouts.metrics.token_shards import read_token_arrays
 from rollouts.run_dir import RunDir
 
-from .conftest import ROOT, Kind, save_random_model
+from .conftest import ROOT, find_python, save_random_model
 from .runs import read_rows, train
 
 pytestmark = pytest.mark.engines
@@ -99,20 +99,13 @@ class Recorded:
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
 def recorded(request, tmp_path_factory) -> Recorded:
-    kind: Kind = request.param
-    python: Path = request.getfixturevalue(f"{kind}_python")
+    kind = request.param
     folder = tmp_path_factory.mktemp(kind)
     save_random_model(folder / "model", seed=3, std=0.05)
-    settings = {
-        "steps": STEPS,
-        "staleness": STALENESS,
-        "prompts": PROMPTS,
-        "samples": SAMPLES,
-    }
+    settings = {"steps": STEPS, "staleness": STALENESS, "prompts": PROMPTS, "samples": SAMPLES}
+    server = {"kind": kind, "python": find_python(kind), "length": LENGTH[kind]}
     config, record = folder / "agents.toml", folder / "record.jsonl"
-    config.write_text(
-        CONFIG.format(model=folder / "model", kind=kind, python=python, length=LENGTH[kind], **settings)
-    )
+    config.write_text(CONFIG.format(model=folder / "model", **server, **settings))
     train(
         folder,
         str(config),
@@ -171,8 +164,7 @@ def test_tools_answer_over_several_turns(recorded):
 
 
 def test_a_token_bears_the_version_that_its_server_had(recorded):
-    loaded: dict[str, list[int]] = defaultdict(list)
-    asked_at: dict[str, int] = {}
+    loaded, asked_at = defaultdict(list), {}
     for event in recorded.events:
         server = event["server"]
         if event["event"] == "loaded":
@@ -184,7 +176,7 @@ def test_a_token_bears_the_version_that_its_server_had(recorded):
 
 
 def test_a_trajectory_goes_on_over_an_update_and_no_token_is_too_old(recorded):
-    spanning: set[int] = set()
+    spanning = set()
     for sample, arrays in recorded.trained.items():
         versions = arrays["version"][arrays["mask"] == 1].tolist()
         lags = {arrays["step"] - 1 - version for version in versions}
@@ -196,8 +188,7 @@ def test_a_trajectory_goes_on_over_an_update_and_no_token_is_too_old(recorded):
 
 
 def test_all_turns_of_a_trajectory_go_to_one_server_while_it_serves(recorded):
-    last: dict[str, str] = {}
-    tried: set[str] = set()
+    last, tried = {}, set()
     for event in recorded.events:
         if event["event"] == "answered":
             last[event["trajectory"]] = event["server"]
@@ -209,10 +200,10 @@ def test_all_turns_of_a_trajectory_go_to_one_server_while_it_serves(recorded):
     addresses = {(event["server"], event["url"]) for event in recorded.list_events("asked")}
     assert len(addresses) == len({server for server, _ in addresses}) == 2
     trained = {sample.partition(".")[0] for sample in recorded.trained}
-    servers: dict[str, list[str]] = defaultdict(list)  # turn after turn
+    servers = defaultdict(list)  # turn after turn
     for answer in recorded.list_answers():
         servers[answer["trajectory"]].append(answer["server"])
-    shown: dict[str, list[str]] = defaultdict(list)
+    shown = defaultdict(list)
     for span in recorded.spans:
         if span["name"] == "generate" and "id" in span:
             shown[span["id"].partition(".")[0]].append(span["track"])
@@ -255,7 +246,7 @@ def replay_requests(recorded: Recorded) -> dict[str, Segment]:
     not sampled; one that does not begin a segment.
     """
     asked = {event["request"]: event["tokens"] for event in recorded.list_events("asked")}
-    parts: dict[str, list[Segment]] = defaultdict(list)
+    parts = defaultdict(list)
     for answer in recorded.list_answers():
         own, prompt = parts[answer["trajectory"]], asked[answer["request"]]
         if not own or prompt[: len(own[-1].tokens)] != own[-1].tokens:

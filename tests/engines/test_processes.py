@@ -11,21 +11,20 @@ from rollouts.engines.processes import EngineCommand, EngineProcess, open_engine
 from rollouts.errors import EngineSetupError
 from rollouts.testing.engine_contracts import make_request
 
-from .conftest import ARGS, Kind, RunningServer, open_engine
+from .conftest import ARGS, Kind, RunningServer, find_python, open_engine
 from .runs import find_processes
 
 pytestmark = [pytest.mark.engines, pytest.mark.parametrize("kind", ["vllm", "sglang"])]
 
 
 @pytest.fixture
-def command(kind, request, snapshots) -> EngineCommand:
-    python = request.getfixturevalue(f"{kind}_python")
-    return EngineCommand(kind, python, snapshots[0], tuple(ARGS[kind].split()))
+def command(kind, snapshots) -> EngineCommand:
+    return EngineCommand(kind, find_python(kind), snapshots[0], tuple(ARGS[kind].split()))
 
 
 async def generate_ids(kind: Kind, process: EngineProcess) -> list[int]:
     """Four tokens, greedily."""
-    server = RunningServer(kind, process.url, process.api_key, process.log_path, process.pid)
+    server = RunningServer(kind, process.url, process.api_key, process.log_path, process.process.pid)
     async with open_engine(server) as engine:
         return (await engine.generate(make_request(temperature=0.0))).token_ids.tolist()
 
@@ -37,7 +36,7 @@ async def test_a_real_server_starts_answers_comes_back_and_leaves_nothing(
     async with open_engine_processes(command, count=1, log_dir=tmp_path) as (process,):
         url, first = process.url, await generate_ids(kind, process)
         assert len(first) == 4
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process.process.pid, signal.SIGKILL)
         with trio.fail_after(60):
             assert "was killed by SIGKILL" in await process.wait_exited()
         assert find_processes(mark) == [], "workers of a server that was killed"

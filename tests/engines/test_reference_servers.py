@@ -1,7 +1,6 @@
 """ServerReference on real servers gives the log-probs of the same model here."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ async def test_a_server_gives_the_models_own_log_probs(server, snapshots):
         batches[2], loss_masks=tuple(mask & (np.arange(len(mask)) % 2 == 0) for mask in batches[2].loss_masks)
     )
     found = {}
-    options: dict[str, Any] = {"kind": server.kind, "vocab_size": VOCAB_SIZE, "api_key": server.api_key}
+    options = {"kind": server.kind, "vocab_size": VOCAB_SIZE, "api_key": server.api_key}
     async with open_server_reference(server.url, **options) as scorer, trio.open_nursery() as nursery:
 
         async def score(index):

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -51,9 +50,7 @@ def assert_models_own(
 
 
 @pytest.mark.parametrize("temperatures", [(0.0,), (0.5,), (1.0,), (2.0,), (0.0, 0.5, 1.5)])
-async def test_log_probs_are_the_models_own_at_its_temperature(
-    temperatures: tuple[float, ...], open_, snapshots
-):
+async def test_log_probs_are_the_models_own_at_its_temperature(temperatures, open_, snapshots):
     """Also where several are in one batch; greedy ones are those of temperature 1."""
     requests = [
         make_request(f"t{temperature}", max_new_tokens=24, temperature=temperature, seed=3)
@@ -115,7 +112,7 @@ async def test_server_left_paused_serves_who_comes_next(open_):
         ({"context_length": CONTEXT_LENGTH + 1}, f"--(max-model-len|context-length) {CONTEXT_LENGTH + 1}"),
     ],
 )
-async def test_opening_with_what_does_not_fit_names_the_flag(changes: dict[str, Any], rule, server):
+async def test_opening_with_what_does_not_fit_names_the_flag(changes, rule, server):
     with pytest.raises(EngineSetupError, match=rule) as raised:
         async with open_engine(server, **changes):
             pass

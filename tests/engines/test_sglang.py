@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,9 @@ from rollouts.engines.server import ServerEngine
 from rollouts.errors import EngineError, EngineSetupError, InfrastructureError
 from rollouts.testing.engine_contracts import LONG, disturb, make_request
 from rollouts.types import Completion, GenerateRequest, RolloutBatch
-from rollouts.weight_sync.broadcast_servers import open_broadcast
+from rollouts.weight_sync.broadcast import open_broadcast
 
-from .conftest import RunningServer, open_engine, run_server
+from .conftest import RunningServer, Snapshots, open_engine, run_server
 from .model_checks import load
 
 pytestmark = pytest.mark.engines
@@ -27,12 +26,15 @@ pytestmark = pytest.mark.engines
 
 @asynccontextmanager
 async def open_all(
-    server: RunningServer, path: Path, **options
+    server: RunningServer, snapshots: Snapshots, **options
 ) -> AsyncIterator[tuple[ServerEngine, PyTorchTrainingBackend, Any]]:
-    """The server's engine, a trainer of the model in `path`, and a broadcast from one to the other."""
+    """The server's engine, a trainer of the second model, and a broadcast from one to the other."""
+    trained = open_pytorch_backend(
+        snapshots[1], optim=OptimConfig(), total_steps=1, threads=1, autocast="off"
+    )
     async with (
         open_engine(server) as engine,
-        open_pytorch_backend(path, optim=OptimConfig(), total_steps=1, threads=1, autocast="off") as backend,
+        trained as backend,
         open_broadcast(**options) as transport,
     ):
         yield engine, backend, transport
@@ -58,7 +60,7 @@ async def score_by_trainer(
 
 async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(sglang_server, snapshots):
     request = make_request(prompt=(9, 8, 7), max_new_tokens=16, temperature=0.0)
-    async with open_all(sglang_server, snapshots[1], bucket_bytes=50_000) as (engine, backend, transport):
+    async with open_all(sglang_server, snapshots, bucket_bytes=50_000) as (engine, backend, transport):
         await load(engine, snapshots[1])
         by_disk, disk_sum = await engine.generate(request), await engine.checksum()
         await load(engine, snapshots[0])
@@ -84,7 +86,7 @@ async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(sgla
 
 
 async def test_request_in_flight_over_a_broadcast_has_two_versions(sglang_server, snapshots):
-    async with open_all(sglang_server, snapshots[1], bucket_bytes=50_000) as (engine, backend, transport):
+    async with open_all(sglang_server, snapshots, bucket_bytes=50_000) as (engine, backend, transport):
         await load(engine, snapshots[0])
 
         async def update(answers):
@@ -102,17 +104,17 @@ async def test_request_in_flight_over_a_broadcast_has_two_versions(sglang_server
 async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_the_next(
     sglang_server, snapshots
 ):
-    async with open_all(sglang_server, snapshots[1]) as (engine, backend, transport):
+    async with open_all(sglang_server, snapshots) as (engine, backend, transport):
         assert await engine.dialect.begin_transfer()  # and nothing more: as if the trainer had died
         version = await send(transport, backend, engine)
         assert (await engine.generate(make_request())).weight_versions.tolist() == [version] * 4
 
 
 @pytest.fixture(scope="module")
-def other_server(sglang_python, snapshots, tmp_path_factory) -> Iterator[RunningServer]:
+def other_server(snapshots, tmp_path_factory) -> Iterator[RunningServer]:
     """A server whose log-probs are not of the distribution sampled from."""
     folder, unscaled = tmp_path_factory.mktemp("other"), {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
-    with run_server("sglang", sglang_python, snapshots[0], folder, **unscaled) as server:
+    with run_server("sglang", snapshots[0], folder, **unscaled) as server:
         yield server
 
 
@@ -129,7 +131,8 @@ async def test_server_that_dies_or_stops_in_an_update_is_reported_and_the_traine
         """Its log-probs do not matter here."""
 
     monkeypatch.setattr("rollouts.engines.sglang._check_temperature", take_it)
-    async with open_all(other_server, snapshots[1], progress_s=5.0) as (engine, backend, transport):
+    monkeypatch.setattr("rollouts.weight_sync.broadcast.PROGRESS_S", 5.0)
+    async with open_all(other_server, snapshots) as (engine, backend, transport):
         await engine.pause("wait")
         name = engine.features.name
         assert await transport(backend, [engine], 1) == {}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import find_python
 from .runs import STEPS, SYNC_EVERY, assert_proven, train, use_short
 
 pytestmark = pytest.mark.engines
@@ -17,8 +18,8 @@ def count_updates(log: Path) -> tuple[int, int]:
     return text.count("weights online from disk begin"), text.count("POST /update_weights_from_distributed ")
 
 
-def test_run_starts_a_server_updates_it_from_disk_and_leaves_nothing(sglang_python, tmp_path):
-    flags = f"{use_short(tmp_path, 'tiny:llama')} --engine.python {sglang_python}"
+def test_run_starts_a_server_updates_it_from_disk_and_leaves_nothing(tmp_path):
+    flags = f"{use_short(tmp_path, 'tiny:llama')} --engine.python {find_python('sglang')}"
     train(tmp_path, "demo_sglang.toml", flags)
     assert_proven(tmp_path / "run")
     assert count_updates(tmp_path / "run" / "engines" / "sglang-0.log") == (1 + STEPS // SYNC_EVERY, 0)

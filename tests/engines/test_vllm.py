@@ -100,15 +100,10 @@ flags                        | dev_mode | named
 --enforce-eager              | 0        | VLLM_SERVER_DEV_MODE=1
 """)
 async def test_server_without_a_setting_is_refused_by_the_name_of_its_flag(
-    flags,
-    dev_mode,
-    named,
-    vllm_python,
-    snapshots,
-    tmp_path,
+    flags, dev_mode, named, snapshots, tmp_path
 ):
     environment = {"VLLM_SERVER_DEV_MODE": dev_mode}
-    opened = run_server("vllm", vllm_python, snapshots[0], tmp_path, *flags.split(), **environment)
+    opened = run_server("vllm", snapshots[0], tmp_path, *flags.split(), **environment)
     with opened as server, pytest.raises(EngineSetupError, match=named):
         async with open_engine(server):
             pass

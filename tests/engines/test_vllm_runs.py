@@ -13,15 +13,8 @@ from typing import Any
 
 import pytest
 
-from .runs import (
-    assert_proven,
-    find_processes,
-    make_command,
-    make_environment,
-    read_rows,
-    train,
-    use_short,
-)
+from .conftest import find_python
+from .runs import assert_proven, find_processes, make_command, make_environment, read_rows, train, use_short
 
 pytestmark = pytest.mark.engines
 PATIENCE_S = 900.0
@@ -31,12 +24,10 @@ def share_of_digits(sample):
 """
 
 
-def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_second_step(
-    vllm_python, tmp_path
-):
+def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_second_step(tmp_path):
     (tmp_path / "digits.py").write_text(REWARD)
     flags = (
-        f"--engine.python {vllm_python} --rl.steps 10 --rl.rollout.num_prompts 8 --model.threads 1"
+        f"--engine.python {find_python('vllm')} --rl.steps 10 --rl.rollout.num_prompts 8 --model.threads 1"
         " --rl.rollout.samples_per_prompt 8 --eval.data.size 16"
         f" --rl.rollout.reward {tmp_path}/digits.py:share_of_digits"
     )
@@ -76,12 +67,10 @@ def test_a_server_that_keeps_its_old_weights_and_says_200_stops_the_run_before_a
     assert (run / "checkpoints" / "rl" / "step_2" / "manifest.json").exists()
 
 
-def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again(
-    vllm_python, snapshots, tmp_path
-):
+def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again(snapshots, tmp_path):
     mark = uuid.uuid4().hex
     flags = (
-        f"{use_short(tmp_path, snapshots[0])} --engine.python {vllm_python} --engine.count 2"
+        f"{use_short(tmp_path, snapshots[0])} --engine.python {find_python('vllm')} --engine.count 2"
         " --rl.steps 400 --rl.rollout.max_new_tokens 160 --output.checkpoint_every 2"
     )
     command = make_command(tmp_path, "demo_vllm.toml", flags)

@@ -43,7 +43,7 @@ class BrokenInvariant(AssertionError):
 
     def __init__(self, invariant: Invariant, detail: str):
         super().__init__(f"{invariant}: {detail}")
-        self.invariant: Invariant = invariant
+        self.invariant = invariant
 
 
 @dataclass(slots=True)
@@ -137,7 +137,8 @@ class Checks:
             self.fail("snapshot", f"an engine was told to load {self.snapshots.missed}, which are removed")
         fleet, version = trainer.fleet, trainer.backend.weight_version
         published, is_syncing = fleet.published_version, trainer.sync._lock.locked()
-        for name, member in fleet._members.items():
+        for member in fleet._members:
+            name = member.name
             if member.version is not None and member.version > trainer.most_committed:
                 trainer.most_committed = member.version
             if left := [call for call in member.calls if call.request.request_id not in fleet._calls]:
@@ -205,9 +206,6 @@ class Checks:
     def check_batch(self, batch: RolloutBatch):
         """Every token that trains, and which prompts do."""
         trainer = self.trainer
-        assert (
-            trainer is not None and batch.rollout_log_probs is not None and batch.weight_versions is not None
-        )
         version = trainer.backend.weight_version
         oldest = version - self.schedule.config.max_staleness
         rows = zip(
@@ -282,7 +280,7 @@ class Checks:
 
     def check_explained(self, error: Exception, trainer: Trainer):
         """No engine of the fleet went without a fault."""
-        spared = [name for name in trainer.fleet._members if not self.processes[name].struck]
+        spared = [one.name for one in trainer.fleet._members if not self.processes[one.name].struck]
         if spared:
             raise BrokenInvariant(
                 "explained", f"{', '.join(spared)} had no fault, and yet: {type(error).__name__}: {error}"

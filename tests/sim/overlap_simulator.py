@@ -24,7 +24,7 @@ from rollouts.data.data_buffer import DataBuffer
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.rl import run_rl_training
-from rollouts.protocols import InferenceEngine, PauseMode, TrainingBackend
+from rollouts.protocols import PauseMode
 from rollouts.testing.fakes import FakeBackend, FakeFuture, ScriptedEngine, fake_uniform
 from rollouts.types import (
     Completion,
@@ -38,6 +38,15 @@ from rollouts.types import (
 from tests.sim.fakes import NoLog
 from tests.support.fake_tokenizer import FakeTokenizer
 
+TOKEN_S = 0.02
+SLOTS = 128
+NUM_PROMPTS, SAMPLES_PER_PROMPT = 16, 8
+OVER_SAMPLING = (
+    1.1  # so that a slot that becomes free has a request at once, though groups are launched whole
+)
+MEAN_TOKENS, SIGMA = 400, 0.8  # of a response's length
+SEED = 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapSetting:
@@ -45,23 +54,13 @@ class OverlapSetting:
 
     max_staleness: int
     train_s: float
-    token_s: float = 0.02
-    hold_s: float = 0.1
-    export_s: float = 0.3
-    pause_s: float = 0.1
-    num_prompts: int = 16
-    samples_per_prompt: int = 8
-    slots: int = 128
-    over_sampling: float = (
-        1.1  # so that a slot that becomes free has a request at once, though groups are launched whole
-    )
-    mean_tokens: int = 400
-    sigma: float = 0.8
-    steps: int = 60
+    hold_s: float
+    export_s: float
+    pause_s: float
+    steps: int
     # steps at the beginning that do not count: the first batches are shorter, for their longest answers are
     # on the way
-    warm_up: int = 20
-    seed: int = 0
+    warm_up: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,28 +81,25 @@ class SlotEngine(ScriptedEngine):
     slots.
     """
 
-    def __init__(self, setting: OverlapSetting):
+    def __init__(self):
         super().__init__(context_length=10**9)
         self.longest_tokens = 0
-        self._setting = setting
-        self._free = trio.CapacityLimiter(setting.slots)
+        self._free = trio.CapacityLimiter(SLOTS)
         self._moving = trio.Event()  # set while it decodes
         self._moving.set()
         self._disturbed = trio.Event()  # set and replaced when everything stops decoding
         self._aborts = 0
 
     def choose_length(self, sample_id: str) -> int:
-        """Tokens of the whole response: lognormal with the mean and sigma of the setting, by sample."""
-        setting = self._setting
-        normal = np.random.default_rng([setting.seed, *sample_id.encode()]).standard_normal()
-        mu = math.log(setting.mean_tokens) - setting.sigma**2 / 2
-        return max(1, round(math.exp(mu + setting.sigma * normal)))
+        """Tokens of the whole response: lognormal, by sample."""
+        normal = np.random.default_rng([SEED, *sample_id.encode()]).standard_normal()
+        return max(1, round(MEAN_TOKENS * math.exp(SIGMA * normal - SIGMA**2 / 2)))
 
     async def generate(self, request: GenerateRequest) -> Completion:
         sample_id, *done = request.request_id.split("@")
         length = self.choose_length(sample_id)
         self.longest_tokens = max(self.longest_tokens, length)
-        versions: list[int] = []
+        versions = []
         left, aborts = length - sum(map(int, done)), self._aborts
         while len(versions) < left and self._aborts == aborts:
             async with self._free:
@@ -120,11 +116,10 @@ class SlotEngine(ScriptedEngine):
     async def _decode(self, versions: list[int], left: int, aborts: int):
         while len(versions) < left and self._aborts == aborts:
             await self._moving.wait()
-            began, version, token_s = trio.current_time(), self._version, self._setting.token_s
-            most = left - len(versions)
-            with trio.move_on_after(most * token_s) as scope:
+            began, version, most = trio.current_time(), self._version, left - len(versions)
+            with trio.move_on_after(most * TOKEN_S) as scope:
                 await self._disturbed.wait()
-            decoded = int((trio.current_time() - began) / token_s + 1e-6)
+            decoded = int((trio.current_time() - began) / TOKEN_S + 1e-6)
             versions += [version] * (most if scope.cancelled_caught else min(decoded, most))
 
     def _disturb(self):
@@ -192,12 +187,12 @@ def run_overlap(setting: OverlapSetting) -> OverlapReport:
     first, last = setting.warm_up, setting.steps - 1  # the last step waits for its own update
     return OverlapReport(
         step_s=(log.times[last - 1] - log.times[first - 1]) / (last - first),
-        generate_limit_s=float(np.mean(log.tokens[first:])) * setting.token_s / setting.slots,
+        generate_limit_s=float(np.mean(log.tokens[first:])) * TOKEN_S / SLOTS,
         train_limit_s=setting.train_s + setting.hold_s,
         lag_max=int(max(lags)),
         stale=statistics.get("dropped/stale", 0.0),
         mixed=log.mixed,
-        longest_s=engine.longest_tokens * setting.token_s,
+        longest_s=engine.longest_tokens * TOKEN_S,
     )
 
 
@@ -208,27 +203,27 @@ async def _run(setting: OverlapSetting) -> tuple[_StepLog, SlotEngine, Mapping[s
             "steps": setting.steps,
             "max_staleness": setting.max_staleness,
             "rollout": {
-                "num_prompts": setting.num_prompts,
-                "samples_per_prompt": setting.samples_per_prompt,
-                "over_sampling": setting.over_sampling if setting.max_staleness else 1.0,
+                "num_prompts": NUM_PROMPTS,
+                "samples_per_prompt": SAMPLES_PER_PROMPT,
+                "over_sampling": OVER_SAMPLING if setting.max_staleness else 1.0,
                 "reward_timeout_s": 1e6,
             },
         }
     )
-    backend, engine, log = SlowBackend(setting.train_s), SlotEngine(setting), _StepLog()
-    buffer = DataBuffer([{"prompt": f"p{row}"} for row in range(997)], seed=setting.seed)
+    backend, engine, log = SlowBackend(setting.train_s), SlotEngine(), _StepLog()
+    buffer = DataBuffer([{"prompt": f"p{row}"} for row in range(997)], seed=SEED)
 
-    async def reward(sample: Sample) -> float:
+    async def reward(sample):
         await trio.lowlevel.checkpoint()
-        return fake_uniform(setting.seed, "reward", sample.id)
+        return fake_uniform(SEED, "reward", sample.id)
 
     async def sync_weights(
-        backend: TrainingBackend,
-        engines: Sequence[InferenceEngine],
-        version: int,
+        backend,
+        engines,
+        version,
         *,
-        released: trio.Event | None = None,
-    ) -> Mapping[str, float]:
+        released=None,
+    ):
         await trio.sleep(setting.hold_s)
         if released is not None:
             released.set()
@@ -246,7 +241,7 @@ async def _run(setting: OverlapSetting) -> tuple[_StepLog, SlotEngine, Mapping[s
         config=config.rollout,
         reward=reward,
         sampling=SamplingParams(max_new_tokens=10**8),
-        seed=setting.seed,
+        seed=SEED,
         policy_version=lambda: backend.weight_version,
         max_staleness=setting.max_staleness,
     )

@@ -3,7 +3,7 @@ every one of them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import trio
@@ -13,10 +13,7 @@ from rollouts.engines.fleet import Fleet
 from rollouts.engines.fleet_members import FleetMember
 from rollouts.generation import collector
 from rollouts.generation.collector import Collector
-from rollouts.generation.pacing import Pace
 from rollouts.loops import rl
-from rollouts.protocols import InferenceEngine
-from rollouts.types import RolloutBatch
 from rollouts.weight_sync import sync, update
 from tests.sim.invariants import Invariant
 
@@ -27,11 +24,11 @@ def publish_before_verify(patch: pytest.MonkeyPatch):
     real = sync.sync_weights_to_engines
 
     async def sync_eagerly(
-        engines: Sequence[InferenceEngine],
-        plan: update.UpdatePlan,
+        engines,
+        plan,
         *,
-        publish: Callable[[], None] = lambda: None,
-    ) -> list[update.EngineUpdate]:
+        publish=lambda: None,
+    ):
         publish()
         return await real(engines, plan, publish=publish)
 
@@ -41,7 +38,7 @@ def publish_before_verify(patch: pytest.MonkeyPatch):
 def forget_to_resume(patch: pytest.MonkeyPatch):
     """After an update that failed."""
 
-    async def do_nothing(self: update.EngineUpdate):
+    async def do_nothing(self):
         await trio.lowlevel.checkpoint()
 
     patch.setattr(update.EngineUpdate, "_resume_anyway", do_nothing)
@@ -59,7 +56,7 @@ def commit_without_proof(patch: pytest.MonkeyPatch):
 def deliver_during_updates(patch: pytest.MonkeyPatch):
     """Replies are not held back until their engine has proven what made them."""
 
-    async def deliver(self: FleetMember, call):
+    async def deliver(self, call):
         await trio.lowlevel.checkpoint()
 
     patch.setattr(FleetMember, "_hold", deliver)
@@ -75,7 +72,7 @@ def forget_failed_requests(patch: pytest.MonkeyPatch):
 def keep_the_seat_of_failed_requests(patch: pytest.MonkeyPatch):
     real = Fleet._leave_seat
 
-    def leave(self: Fleet, call, live):
+    def leave(self, call, live):
         if call.avoid is None:
             real(self, call, live)
 
@@ -86,7 +83,7 @@ def serve_restarted_engines(patch: pytest.MonkeyPatch):
     """Without an update: with the weights that the server began with."""
     real = FleetMember._come_back
 
-    def come_back(self: FleetMember):
+    def come_back(self):
         real(self)
         if self.version >= 0:
             self._set("healthy")
@@ -105,7 +102,7 @@ def lose_prompts_of_failed_groups(patch: pytest.MonkeyPatch):
 def count_trained_groups_twice(patch: pytest.MonkeyPatch):
     real = Collector.deliver
 
-    def deliver(self: Collector) -> RolloutBatch:
+    def deliver(self):
         batch = real(self)
         self.ledger.trained += 1
         return batch
@@ -117,7 +114,7 @@ def give_back_what_trained(patch: pytest.MonkeyPatch):
     """The prompt of a group that trains is drawn again in the same epoch."""
     real = Collector.deliver
 
-    def deliver(self: Collector) -> RolloutBatch:
+    def deliver(self):
         prompts = {group.prompt.key: group.prompt for group in self._kept.values()}
         batch = real(self)
         self.data_buffer.return_prompts([prompts[batch.metadata[0]["epoch"], batch.metadata[0]["prompt_id"]]])
@@ -130,10 +127,17 @@ def accept_late_replies(patch: pytest.MonkeyPatch):
     """Nothing asks how old the weights of an answer are: not the choice of a batch, not what waits for one,
     not the loop.
     """
+
+    def admit(self, place, group):
+        group.deadline = -group.index  # the newest are delivered first
+        place[group.index] = group
+
     patch.setattr(Collector, "_is_stale", lambda self, oldest: False)
-    patch.setattr(Pace, "is_full", lambda self: len(self.finished) >= self.num_prompts)
-    patch.setattr(Pace, "room", property(lambda self: 10 * self.num_prompts - len(self.deadlines)))
-    patch.setattr(Pace, "choose", lambda self: sorted(self.finished, reverse=True)[: self.num_prompts])
+    patch.setattr(Collector, "_admit", admit)
+    patch.setattr(collector, "can_deliver", lambda done, running, **of: len(done) >= of["num_prompts"])
+    patch.setattr(
+        Collector, "_find_room", lambda self: 10 * self.config.num_prompts - len(self.open_groups())
+    )
     patch.setattr(rl, "check_staleness", lambda lags, *, max_staleness: None)
 
 

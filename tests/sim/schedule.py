@@ -86,7 +86,7 @@ def draw_fleet_schedule(seed: int) -> FleetSchedule:
         }
     )
     servers = _draw_servers(draw)
-    ends: Literal["never", "stop", "kill"] = draw.choice(["never", "never", "stop", "kill"])
+    ends = draw.choice(["never", "never", "stop", "kill"])
     return FleetSchedule(
         seed=seed,
         config=config,

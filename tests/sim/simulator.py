@@ -204,7 +204,7 @@ class _Simulation(Checks):
     @asynccontextmanager
     async def open_trainer(self) -> AsyncIterator[Trainer]:
         schedule, saved = self.schedule, self.checkpoint
-        engines: dict[str, SimulatedEngine] = {}
+        engines = {}
         members = [self.make_member(name, engines) for name in self.members]
         async with open_fleet(
             members,
@@ -330,7 +330,6 @@ class _Simulation(Checks):
     def hold_state(self) -> EncodeState:
         """What a checkpoint of this moment holds. Requests the stop that the schedule wants."""
         trainer = self.trainer
-        assert trainer is not None
         self.check_books(trainer)
         version = trainer.backend.weight_version
         if self.schedule.ends == "stop" and self.lives == 1 and version >= self.schedule.ends_at:
@@ -340,7 +339,7 @@ class _Simulation(Checks):
         out, trained = frozenset(trainer.buffer.out), frozenset(trainer.trained)
         lineage = tuple(trainer.backend.lineage)
 
-        def encode() -> dict[str, Any]:
+        def encode():
             self.report.saved_in_flight += in_flight
             state = json.dumps([drawn, rollouts()])
             return {"checkpoint": Checkpoint(version, state, out, trained, lineage)}
@@ -411,18 +410,21 @@ class _Simulation(Checks):
     def find_missing(self, trainer: Trainer) -> list[str]:
         """Members that could serve, and do not."""
         return [
-            name
-            for name, member in trainer.fleet._members.items()
+            member.name
+            for member in trainer.fleet._members
             if not member.in_service
             and not member.leaving
-            and (self.processes[name].up or (self.servers[name].can_restart and not member.gave_up))
+            and (
+                self.processes[member.name].up
+                or (self.servers[member.name].can_restart and not member.gave_up)
+            )
         ]
 
     def check_idle(self, trainer: Trainer):
         fleet = trainer.fleet
         left = {
             "requests": len(fleet._calls),
-            **{f"{name} seats": len(member.calls) for name, member in fleet._members.items()},
+            **{f"{member.name} seats": len(member.calls) for member in fleet._members},
             **{f"{name} tasks": len(engine._in_flight) for name, engine in trainer.engines.items()},
             **{
                 f"{name} requests": len(process.running)
@@ -434,9 +436,9 @@ class _Simulation(Checks):
         if found := {what: count for what, count in left.items() if count}:
             raise BrokenInvariant("idle", f"left behind: {found}")
         paused = [
-            name
-            for name, member in fleet._members.items()
-            if self.processes[name].up and self.processes[name].paused is not None
+            member.name
+            for member in fleet._members
+            if self.processes[member.name].up and self.processes[member.name].paused is not None
         ]
         if paused:
             raise BrokenInvariant("paused", f"{', '.join(paused)} at the end")
@@ -455,5 +457,5 @@ class _Simulation(Checks):
     def describe(self) -> str:
         if self.trainer is None:
             return "no trainer"
-        states = "; ".join(member.describe() for member in self.trainer.fleet._members.values())
+        states = "; ".join(member.describe() for member in self.trainer.fleet._members)
         return f"version {self.trainer.backend.weight_version}, {self.report.steps} steps; {states}"

@@ -4,7 +4,6 @@ not proven, and planted bugs are found.
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from typing import get_args
 
 import pytest
@@ -30,8 +29,8 @@ def run_seeds(first_seed: int, count: int):
     """Runs the schedules of these seeds, each of which has all that a run must have, and looks at what they
     were together.
     """
-    faults: Counter[str] = Counter()
-    totals: Counter[str] = Counter()
+    faults = Counter()
+    totals = Counter()
     for seed in range(first_seed, first_seed + count):
         report = run_fleet_simulation(draw_fleet_schedule(seed))
         totals["completed"] += report.outcome == "completed"
@@ -57,13 +56,13 @@ def run_seeds(first_seed: int, count: int):
 
 
 @pytest.mark.parametrize("first_seed", range(0, FIRST_SEEDS, FIRST_BLOCK))
-def test_training_survives_whatever_goes_wrong_with_its_servers(first_seed: int):
+def test_training_survives_whatever_goes_wrong_with_its_servers(first_seed):
     run_seeds(first_seed, FIRST_BLOCK)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(FIRST_SEEDS, SEEDS, BLOCK))
-def test_training_survives_many_schedules(first_seed: int):
+def test_training_survives_many_schedules(first_seed):
     run_seeds(first_seed, BLOCK)
 
 
@@ -87,7 +86,7 @@ def find_broken(seeds: range) -> tuple[int, BrokenInvariant]:
 
 
 @pytest.mark.parametrize("plant", PLANTED_BUGS)
-def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch):
+def test_a_planted_bug_is_found(plant, monkeypatch):
     plant(monkeypatch)
     seed, broken = find_broken(range(MOST_SEEDS_FOR_A_BUG))
     assert broken.invariant in PLANTED_BUGS[plant], broken

@@ -12,8 +12,16 @@ from torch import Tensor
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.config.model import LoraConfig
 from rollouts.engines.local import LocalEngine, open_local_engine
-from rollouts.models.lora import ADAPTERS, Adapter, make_adapter, prepare_places, route_all, use_adapters
-from rollouts.models.lora_files import write_adapter
+from rollouts.models.export import write_description, write_safetensors
+from rollouts.models.lora import (
+    ADAPTERS,
+    WEIGHTS_FILE,
+    Adapter,
+    make_adapter,
+    prepare_places,
+    route_all,
+    use_adapters,
+)
 from tests.support.plain_backend import OPTIM
 
 IDS = torch.tensor([[5, 1, 7, 7, 3, 9, 2, 8]])
@@ -39,7 +47,8 @@ def make_random(model, base: Path, *, seed: int = 0, scalar: bool = False, **con
 def save_random(model, base: Path, folder: Path, **options) -> Adapter:
     """make_random, written to a directory."""
     adapter = make_random(model, base, **options)
-    write_adapter(adapter, folder, adapter.weights)
+    write_description(adapter, folder)
+    write_safetensors(folder / WEIGHTS_FILE, adapter.weights)
     return adapter
 
 

@@ -2,15 +2,24 @@
 and an end of steps that are not finite (`open_backend` opens with two in a row as the limit).
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from rollouts.errors import NonFiniteSteps
-from rollouts.testing.torch_contracts import HERE, SFT, STEP, OpenBackend, make_batch, raised_by
-from rollouts.types import LossSpec
+from rollouts.errors import BackendError, NonFiniteSteps
+from rollouts.losses import LossInputs, LossOutput
+from rollouts.losses.inputs import clear_masked, sum_tokens
+from rollouts.testing.torch_contracts import (
+    HERE,
+    SFT,
+    STEP,
+    OpenBackend,
+    assert_weights_equal,
+    make_batch,
+    raised_by,
+    train,
+)
+from rollouts.types import LossSpec, OptimParams
 
 
 async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend):
@@ -21,7 +30,7 @@ async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend):
     whose slope is −w·r·A where the clip lets it through and 0 where not. The terms add up to the loss.
     """
 
-    def join(rows: Sequence[Any] | None):
+    def join(rows):
         return np.concatenate(rows or ()).astype(np.float64)
 
     batch, rng = make_batch(), np.random.default_rng(7)
@@ -37,7 +46,6 @@ async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend):
     assert silent.per_token is None and silent.loss == clipped.loss, "asking changes nothing"
     assert bad.skipped is not None and bad.per_token is None
     traced = clipped.per_token
-    assert traced is not None and clipped.loss is not None
     for arrays in (traced.log_probs, traced.slopes, traced.weights):
         assert [(len(row), row.dtype) for row in arrays] == [(len(row), np.float32) for row in own]
         assert not join(arrays)[~mask].any(), "0.0 outside the mask"
@@ -58,7 +66,6 @@ async def check_entropies_come_with_log_probs(open_backend: OpenBackend):
     step reports too, unless the head is a scalar.
     """
     batch = make_batch()
-    backend: Any
     async with open_backend() as backend:
         plain = await backend.forward(batch)
         log_probs, entropies = map(np.concatenate, await backend.forward_with_entropy(batch))
@@ -83,3 +90,90 @@ async def check_too_many_non_finite_steps_raise(open_backend: OpenBackend):
         await backend.reset()
         await backend.forward_backward(batch, bad)
         assert (await backend.optim_step(STEP)).skipped is not None
+
+
+def scaled_loss(inputs: LossInputs, *, unit) -> LossOutput:
+    """linear, its advantages times a value that the batch has for each token."""
+    inputs = clear_masked(inputs)
+    losses = -inputs.extras["scale"] * inputs.need("advantages") * inputs.log_probs
+    return sum_tokens(losses, inputs, unit, {})
+
+
+async def check_targets_and_values_of_the_batch_s_own(open_backend: OpenBackend):
+    """A last token that is to be predicted instead of the row's own is as if it were the row's own; and a
+    loss that multiplies by a value is as one that is given the product.
+    """
+    batch, rng = make_batch(), np.random.default_rng(0)
+    scale = tuple(rng.normal(size=len(row)).astype(np.float32) for row in batch.tokens)
+    ends = tuple(np.append(row[:-1], 39 - row[-1]) for row in batch.tokens)
+    products = tuple(one * other for one, other in zip(scale, batch.advantages or (), strict=True))
+    ours = replace(batch, targets=ends, extras={"scale": scale})
+    theirs = replace(batch, tokens=ends, advantages=products)
+    pairs = (ours, LossSpec(f"{__name__}:scaled_loss")), (theirs, LossSpec("linear"))
+    found = []
+    async with open_backend() as backend:
+        for rows, spec in pairs:
+            result = await backend.forward_backward(rows, spec)
+            step = await backend.optim_step(OptimParams(lr=0.0, max_grad_norm=None))
+            found.append((np.concatenate(await backend.forward(rows)), result.loss, step.grad_norm))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+async def check_a_loss_without_gradient_leaves_nothing(open_backend: OpenBackend):
+    """compute_loss says what forward_backward says, with slopes of 0; what has accumulated stays as it is,
+    also where the loss is not finite.
+    """
+    batch, spec = make_batch(), LossSpec("ppo_clip", per_token=True)
+    async with open_backend() as backend:
+        await train(backend, batch)
+        undisturbed = await backend.get_weights()
+    async with open_backend() as backend:
+        said = await backend.compute_loss(batch, spec)
+        assert isinstance(await raised_by(backend.optim_step(STEP)), BackendError)
+        await backend.reset()
+        await backend.forward_backward(batch, SFT)
+        bad = await backend.compute_loss(batch, LossSpec(f"{HERE}:nan_loss"))
+        await backend.compute_loss(make_batch(1), spec)
+        assert (await backend.optim_step(STEP)).skipped is None
+        assert_weights_equal(await backend.get_weights(), undisturbed)
+    async with open_backend() as backend:
+        wanted = await backend.forward_backward(batch, spec)
+    assert bad.loss is None and bad.skipped == "the loss is nan"
+    assert abs(said.loss - wanted.loss) < 1e-6 and said.metrics.keys() == wanted.metrics.keys()
+    assert not any(row.any() for row in said.per_token.slopes)
+    assert any(row.any() for row in wanted.per_token.slopes)
+    for name in ("log_probs", "weights"):
+        for one, other in zip(*(getattr(of.per_token, name) for of in (said, wanted)), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+async def check_settings_of_a_step_are_of_that_step_alone(open_backend: OpenBackend):
+    """AdamW's betas, eps and decoupled decay, which is of matrices, as its formulas have them.
+
+    With eps = lr = 1e6 a first step moves a weight by its gradient. The second is at the same weights.
+    """
+    batch, (old, new) = make_batch(), ((0.8, 0.9), (0.5, 0.7))
+    async with open_backend() as backend:
+        groups = backend.trainer.optimizer.param_groups
+        own = [{name: group[name] for name in ("betas", "eps", "weight_decay")} for group in groups]
+        before = await backend.get_weights()
+        await backend.forward_backward(batch, SFT)
+        await backend.optim_step(
+            OptimParams(lr=1e6, max_grad_norm=None, betas=old, eps=1e6, weight_decay=0.0)
+        )
+        moved = await backend.get_weights()
+        await backend.load_weights(before)
+        await backend.forward_backward(batch, SFT)
+        await backend.optim_step(
+            OptimParams(lr=1e-2, max_grad_norm=None, betas=new, eps=1e-3, weight_decay=0.5)
+        )
+        after = await backend.get_weights()
+        assert [{name: group[name] for name in own[0]} for group in groups] == own
+    for name, weight in before.items():
+        start, gradient = weight.double(), weight.double() - moved[name].double()
+        mean = (new[0] * (1 - old[0]) + 1 - new[0]) * gradient / (1 - new[0] ** 2)
+        square = (new[1] * (1 - old[1]) + 1 - new[1]) * gradient**2 / (1 - new[1] ** 2)
+        decay = 0.5 if weight.ndim > 1 else 0.0
+        wanted = start * (1 - 1e-2 * decay) - 1e-2 * mean / (square.sqrt() + 1e-3)
+        np.testing.assert_allclose(after[name].numpy(), wanted.numpy(), atol=2e-5, err_msg=name)

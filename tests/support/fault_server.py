@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 import trio
 
-from rollouts.engines.server import ADAPTER_PREFIX
 from rollouts.engines.sglang import open_sglang_engine
 from rollouts.engines.vllm import SERVER_PREFIX, open_vllm_engine
+from rollouts.engines.wire import ADAPTER_PREFIX
 from rollouts.types import GenerateRequest, SamplingParams
 from tests.support.simulated_process import (
     Answer,
@@ -33,7 +33,7 @@ from tests.support.simulated_process import (
 
 DialectName = Literal["vllm", "sglang"]
 DIALECTS: tuple[DialectName, ...] = ("vllm", "sglang")
-READS = (
+READS = [
     "/is_paused",
     "/server_info",
     "/v1/models",
@@ -42,7 +42,7 @@ READS = (
     "/metrics",
     "/v1/loads",
     "/model_info",
-)
+]
 DONE = {"success": True, "message": "", "status": "ok"}
 
 
@@ -76,8 +76,8 @@ class FaultServer(httpx.AsyncBaseTransport):
         self.api_key = api_key
         self.model = model
         self.url = f"http://{process.name}"
-        self.calls: list[tuple[str, Any]] = []  # path with query, and body, in order of arrival
-        self.overrides: dict[str, Any] = {}
+        self.calls = []  # path with query, and body, in order of arrival
+        self.overrides = {}
 
     def paths(self, *of: str) -> list[str]:
         """The paths called so far; only those of `of` if some are given."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from rollouts.metrics.contributions import UpdateRecord
+from rollouts.metrics.token_shards import UpdateRecord
 from rollouts.types import ForwardBackwardResult, Mean, OptimStepResult, RolloutBatch, Sample, TokenArrays
 
 

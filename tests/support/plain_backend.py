@@ -1,9 +1,7 @@
 """A small model, a backend of one process for it, and its gradients held against those of a plain forward."""
 
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +14,9 @@ from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import open_device_thread
 from rollouts.losses import LossInputs, resolve_loss
 from rollouts.models.export import save_hf_model
+from rollouts.models.layers import get_scalar_weight, set_padding_token
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.optim import create_adamw_optimizer
-from rollouts.models.scalar_head import get_scalar_weight, set_padding_token
 from rollouts.types import LOSS_FIELDS, Completion, GenerateRequest, LossSpec, RolloutBatch
 
 OPTIM = OptimConfig(lr=1e-2)
@@ -40,12 +38,15 @@ def save_scalar(kind: str, folder: Path) -> Path:
     return folder
 
 
-def score_row(model, tokens, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-prob of each token and entropy before it, [T], 0 for the first: by the model's own logits."""
+def score_row(model, tokens, temperature: float = 1.0, targets=None) -> tuple[Tensor, Tensor]:
+    """Log-prob of each token, or of the target in its place, and entropy before it, [T], 0 for the first: by
+    the model's own logits.
+    """
     ids = torch.as_tensor(tokens)
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
     every = (logits / temperature).log_softmax(-1)
-    found = every.gather(-1, ids[1:, None])[:, 0], -(every.exp() * every).sum(-1)
+    wanted = ids if targets is None else torch.as_tensor(targets)
+    found = every.gather(-1, wanted[1:, None])[:, 0], -(every.exp() * every).sum(-1)
     return pad(found[0], (1, 0)), pad(found[1], (1, 0))
 
 
@@ -64,7 +65,8 @@ def stack(rows) -> Tensor:
 
 def score_plainly(model, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [B, T] of a batch whose rows are scored each by itself, 0 outside the mask."""
-    scored = zip(*(score_row(model, row, batch.temperature) for row in batch.tokens), strict=True)
+    pairs = zip(batch.tokens, batch.targets or batch.tokens, strict=True)
+    scored = zip(*(score_row(model, row, batch.temperature, wanted) for row, wanted in pairs), strict=True)
     log_probs, entropy = (torch.where(stack(batch.loss_masks), stack(rows), 0.0) for rows in scored)
     return log_probs, entropy
 
@@ -75,7 +77,9 @@ def compute_plain_loss(model, batch: RolloutBatch, spec: LossSpec) -> tuple[floa
         name: stack(rows) for name in LOSS_FIELDS.values() if (rows := getattr(batch, name)) is not None
     }
     log_probs, entropy = score_plainly(model, batch)
-    inputs = LossInputs(log_probs=log_probs, mask=stack(batch.loss_masks), entropy=entropy, **fields)
+    extras = {name: stack(rows) for name, rows in batch.extras.items()}
+    mask = stack(batch.loss_masks)
+    inputs = LossInputs(log_probs=log_probs, mask=mask, entropy=entropy, extras=extras, **fields)
     output = resolve_loss(spec.name)(inputs, unit=spec.unit, **spec.params)
     loss = output.sum / output.count
     loss.backward()
@@ -83,9 +87,7 @@ def compute_plain_loss(model, batch: RolloutBatch, spec: LossSpec) -> tuple[floa
 
 
 @asynccontextmanager
-async def open_backend(
-    model, *, optim: OptimConfig = OPTIM, total_steps: int = 10, **options
-) -> AsyncIterator[Any]:
+async def open_backend(model, *, optim: OptimConfig = OPTIM, total_steps: int = 10, **options):
     async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
         optimizer = create_adamw_optimizer(model, optim)
         options |= {"optim": optim, "total_steps": total_steps}

@@ -11,12 +11,12 @@ def record_writes(monkeypatch: pytest.MonkeyPatch, method: str) -> list[str]:
     calls = []
     fsync, give = os.fsync, getattr(Path, method)
 
-    def record_fsync(descriptor: int):
+    def record_fsync(descriptor):
         name = Path(f"/proc/self/fd/{descriptor}").readlink().name
         calls.append(f"fsync {name}")
         fsync(descriptor)
 
-    def record_name(self: Path, target: Path) -> Path:
+    def record_name(self, target):
         calls.append(f"{method} {target.name}")
         return give(self, target)
 

@@ -1,13 +1,16 @@
 """Cases of a parametrised test, written as a table; and rows written as a file."""
 
+import builtins
 import inspect
 import json
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rollouts import errors
 
 
 def read_cells(text: str) -> list[list[str]]:
@@ -20,7 +23,14 @@ def read_params(text: str) -> dict[str, Any]:
     return tomllib.loads(f"params = {{ {text} }}")["params"]
 
 
+def read_error(text: str) -> Exception:
+    """The error of `its kind: what it says`."""
+    kind, _, said = text.partition(": ")
+    return (vars(builtins) | vars(errors))[kind](said)
+
+
 READERS: dict[Any, Callable[[str], Any]] = {
+    Exception: read_error,
     int: int,
     float: float,
     bool: {"yes": True, "no": False}.__getitem__,
@@ -30,13 +40,16 @@ READERS: dict[Any, Callable[[str], Any]] = {
 }
 
 
-def cases(text: str) -> Callable[[Any], Any]:
-    """Parametrises a test by a table whose first line names the parameters, or by `name: case case …`.
+def cases(text: str, values: Iterable[Any] | None = None) -> Callable[[Any], Any]:
+    """Parametrises a test by a table whose first line names the parameters, by `name: case case …`, or by the
+    values of the parameter `text`.
 
     A cell is read as its parameter is annotated: int, float, bool (yes or no), list[float] (divided by
-    spaces), dict (by read_params()), Any (JSON); else it is text. What stands under a last name of … is a
-    remark.
+    spaces), dict (by read_params()), Exception (by read_error()), Any (JSON); else it is text. What stands
+    under a last name of … is a remark.
     """
+    if values is not None:
+        return pytest.mark.parametrize(text, values)
     names, *rows = read_cells(text)
     if not rows:
         name, _, words = text.partition(":")

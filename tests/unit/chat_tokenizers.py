@@ -2,9 +2,9 @@
 test asks for.
 """
 
-from collections.abc import Sequence
+import tomllib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -16,7 +16,7 @@ CHATML = (
 )
 
 
-def turn(role: str, content: Any = "", **more) -> Any:
+def turn(role, content="", **more):
     return {"role": role, "content": content, **more}
 
 
@@ -36,53 +36,60 @@ class Family(NamedTuple):
     added: str = ""  # one token each, but not special
 
 
-CHATML_SPECIAL = "<|endoftext|> <|im_start|> <|im_end|>"
-QWEN = Family(
-    "<|im_end|>",
-    CHATML_SPECIAL,
-    added="<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>",
-)
-GEMMA = Family("<eos>", "<bos> <eos> <start_of_turn> <end_of_turn>", "<bos>")
-MISTRAL = Family(
-    "</s>",
-    "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS]"
-    " [/TOOL_RESULTS]",
-    "<s>",
-)
-TOOLS = "calls▁begin calls▁end call▁begin call▁end outputs▁begin outputs▁end output▁begin output▁end sep"
-DEEPSEEK = Family(
-    "<｜end▁of▁sentence｜>",
-    "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜>",
-    "<｜begin▁of▁sentence｜>",
-    "<｜User｜> <｜Assistant｜> <think> </think> " + " ".join(f"<｜tool▁{name}｜>" for name in TOOLS.split()),
-)
+# by the names of their templates
 FAMILIES = {
-    "chatml": Family("<|im_end|>", CHATML_SPECIAL),
-    "llama3_1": Family(
-        "<|eot_id|>",
-        "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|> <|python_tag|>",
-        "<|begin_of_text|>",
-    ),
-    **dict.fromkeys(("qwen2_5", "qwen3", "qwen3_6"), QWEN),
-    **dict.fromkeys(("gemma", "gemma3"), GEMMA),
-    **dict.fromkeys(("mistral_v2v3", "mistral_v3_tekken"), MISTRAL),
-    **dict.fromkeys(("deepseek_v3", "deepseek_r1_distill"), DEEPSEEK),
-    "phi3": Family("<|endoftext|>", "<|endoftext|> <|system|> <|user|> <|assistant|> <|end|>"),
-    "phi_4": Family("<|im_end|>", "<|endoftext|> <|im_start|> <|im_sep|> <|im_end|>"),
-    "gptoss": Family(
-        "<|return|>", "<|start|> <|end|> <|message|> <|channel|> <|call|> <|return|> <|endoftext|>"
-    ),
-    "plain": Family("</s>", "<s> </s>", "<s>"),
+    name: Family(**family)
+    for names, family in tomllib.loads("""
+["chatml"]
+eos = "<|im_end|>"
+special = "<|endoftext|> <|im_start|> <|im_end|>"
+["llama3_1"]
+eos = "<|eot_id|>"
+special = "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|> <|python_tag|>"
+bos = "<|begin_of_text|>"
+["qwen2_5 qwen3 qwen3_6"]
+eos = "<|im_end|>"
+special = "<|endoftext|> <|im_start|> <|im_end|>"
+added = "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>"
+["gemma gemma3"]
+eos = "<eos>"
+special = "<bos> <eos> <start_of_turn> <end_of_turn>"
+bos = "<bos>"
+["mistral_v2v3 mistral_v3_tekken"]
+eos = "</s>"
+special = '''<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS]
+[/TOOL_RESULTS]'''
+bos = "<s>"
+["deepseek_v3 deepseek_r1_distill"]
+eos = "<｜end▁of▁sentence｜>"
+special = "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜>"
+bos = "<｜begin▁of▁sentence｜>"
+added = '''<｜User｜> <｜Assistant｜> <think> </think> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜>
+<｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜>
+<｜tool▁output▁begin｜> <｜tool▁output▁end｜> <｜tool▁sep｜>'''
+["phi3"]
+eos = "<|endoftext|>"
+special = "<|endoftext|> <|system|> <|user|> <|assistant|> <|end|>"
+["phi_4"]
+eos = "<|im_end|>"
+special = "<|endoftext|> <|im_start|> <|im_sep|> <|im_end|>"
+["gptoss"]
+eos = "<|return|>"
+special = "<|start|> <|end|> <|message|> <|channel|> <|call|> <|return|> <|endoftext|>"
+["plain"]
+eos = "</s>"
+special = "<s> </s>"
+bos = "<s>"
+""").items()
+    for name in names.split()
 }
 
 
-def read_template(name: str) -> str:
-    return (TEMPLATES / f"{name}.jinja").read_text("utf-8")
+def read_template(name):
+    return (TEMPLATES / f"{name}.jinja").read_text()
 
 
-def byte_tokenizer(
-    chat_template: str | None = CHATML, merges: list[tuple[str, str]] | None = None
-) -> PreTrainedTokenizerFast:
+def byte_tokenizer(chat_template=CHATML, merges=None):
     """One token per byte of UTF-8 and per special token of ChatML; `merges` are pairs in the byte alphabet,
     where a newline is Ċ and a space Ġ.
     """
@@ -91,14 +98,14 @@ def byte_tokenizer(
     return tokenizer
 
 
-def family_tokenizer(name: str, *, merges: list[tuple[str, str]] | None = None) -> PreTrainedTokenizerFast:
+def family_tokenizer(name, *, merges=None):
     """A byte-level tokenizer with the tokens of the template's family, and the template."""
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges or [])]
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return _make(name, symbols, splitter, decoders.ByteLevel(), merges=merges or [])
 
 
-def family_sentencepiece(name: str) -> PreTrainedTokenizerFast:
+def family_sentencepiece(name):
     """One token per character (ASCII), spaces as word marks and one before the text's first word, with the
     family's tokens and template.
     """
@@ -108,7 +115,7 @@ def family_sentencepiece(name: str) -> PreTrainedTokenizerFast:
     return _make(name, symbols, splitter, decoder, merges=[], unk_token="<unk>")
 
 
-def _make(name: str, symbols: Sequence[str], splitter, decoder, **model) -> PreTrainedTokenizerFast:
+def _make(name, symbols, splitter, decoder, **model):
     family = FAMILIES[name]
     special, added = family.special.split(), family.added.split()
     vocab = {symbol: index for index, symbol in enumerate([*special, *added, *symbols])}

@@ -1,15 +1,15 @@
 """Engines for the tests of the fleet: they answer, fail, die and come back as a test wants it."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import trio
-import trio.testing
+from trio.testing import wait_all_tasks_blocked
 
-from rollouts.engines.fleet import Fleet, open_fleet
+from rollouts.engines.fleet import open_fleet
 from rollouts.engines.fleet_members import Member
 from rollouts.errors import EngineError, EngineSetupError, EngineUnreachable, ReplyError
 from rollouts.types import Completion, EngineFeatures, GenerateRequest, SamplingParams
@@ -28,28 +28,28 @@ class FakeEngine:
 
     def __init__(
         self,
-        name: str,
-        script: Script | None = None,
+        name,
+        script=None,
         *,
-        seconds: float = 1.0,
-        start_s: float | None = None,
-        fails: int = 0,
+        seconds=1.0,
+        start_s=None,
+        fails=0,
         **features,
     ):
         self.features = replace(FEATURES, **{"name": name} | features)
         self.script, self.seconds, self.start_s, self.fails = script, seconds, start_s, fails
         self.version = 0
-        self.health_error: EngineError | None = None
+        self.health_error = None
         self.health_hangs = False
-        self.asked: list[str] = []  # request ids
-        self.asked_at: list[float] = []
-        self.running: dict[str, trio.Event] = {}
+        self.asked = []  # request ids
+        self.asked_at = []
+        self.running = {}
         self.checks = 0
-        self.calls: list[str] = []
+        self.calls = []
         self.exited = trio.Event()
-        self.restarted_at: list[float] = []
+        self.restarted_at = []
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request):
         assert request.request_id not in self.running
         self.asked.append(request.request_id)
         self.asked_at.append(trio.current_time())
@@ -69,10 +69,10 @@ class FakeEngine:
             finish_reason="abort" if aborted.is_set() else "stop",
         )
 
-    async def weight_version(self) -> int:
+    async def weight_version(self):
         return self.version
 
-    async def health(self) -> bool:
+    async def health(self):
         self.checks += 1
         if self.health_hangs:
             await trio.sleep_forever()
@@ -85,13 +85,13 @@ class FakeEngine:
         for event in self.running.values():
             event.set()
 
-    async def pause(self, mode: str):
+    async def pause(self, mode):
         self.calls.append(f"pause {mode}")
 
     async def resume(self):
         self.calls.append("resume")
 
-    async def wait_exited(self) -> str:
+    async def wait_exited(self):
         await self.exited.wait()
         return "signal 9; last lines: ..."
 
@@ -106,7 +106,7 @@ class FakeEngine:
         old.set()  # one that still ran is gone now
 
 
-def ask(name: str, affinity: str = "") -> GenerateRequest:
+def ask(name, affinity=""):
     """What comes before a "#" in the name is its trajectory."""
     trajectory, turn, _ = name.partition("#")
     return GenerateRequest(
@@ -118,7 +118,7 @@ def ask(name: str, affinity: str = "") -> GenerateRequest:
     )
 
 
-def fail(error: Exception, *, times: float = float("inf"), wait_s: float = 0.0) -> Script:
+def fail(error, *, times=float("inf"), wait_s=0.0):
     """The first `times` requests fail."""
     count = 0
 
@@ -132,19 +132,17 @@ def fail(error: Exception, *, times: float = float("inf"), wait_s: float = 0.0) 
     return script
 
 
-async def ask_in_vain(fleet: Fleet, kind: type[Exception], match: str | None = None):
+async def ask_in_vain(fleet, kind, match=None):
     with pytest.raises(kind, match=match):
         await fleet.generate(ask("r"))
 
 
-async def hang(engine: FakeEngine, request: GenerateRequest):
+async def hang(engine, request):
     await trio.sleep_forever()
 
 
 @asynccontextmanager
-async def fleet_of(
-    *engines, commit: bool = True, warnings: list[str] | None = None, **options
-) -> AsyncIterator[Fleet]:
+async def fleet_of(*engines, commit=True, warnings=None, **options):
     """In service at version 0, unless `commit` is off. Leaving checks that nothing is in flight or queued."""
     members = [
         Member(engine)
@@ -159,10 +157,18 @@ async def fleet_of(
         yield fleet
         assert not fleet._calls
         assert fleet.statistics()["fleet/queued"] == 0
-        assert all(not member.calls for member in fleet._members.values())
+        assert all(not member.calls for member in fleet._members)
 
 
-def update(fleet: Fleet, version: int):
+@asynccontextmanager
+async def fleet_of_two(script=None, **options):
+    """A fleet of a, which has the script, and of b; and both."""
+    a, b = FakeEngine("a", script), FakeEngine("b")
+    async with fleet_of(a, b, **options) as fleet:
+        yield fleet, a, b
+
+
+def update(fleet, version):
     for engine in fleet.members_for_update():
         fleet.close_admission(engine)
         engine.version = version
@@ -170,14 +176,16 @@ def update(fleet: Fleet, version: int):
     fleet.publish(version)
 
 
-def state_of(fleet: Fleet, name: str) -> str:
-    return fleet._members[name].condition
+def find_member(fleet, name):
+    return next(member for member in fleet._members if member.name == name)
+
+
+def state_of(fleet, name):
+    return find_member(fleet, name).condition
 
 
 @asynccontextmanager
-async def asking(
-    fleet: Fleet, *names: str, affinity: str = ""
-) -> AsyncIterator[dict[str, Completion | Exception]]:
+async def asking(fleet, *names, affinity=""):
     """Requests of these names, sent at once in this order; by name, their answers and errors, which are
     complete after the context.
     """
@@ -192,11 +200,11 @@ async def asking(
     async with trio.open_nursery() as nursery:
         for name in names:
             nursery.start_soon(one, name)
-            await trio.testing.wait_all_tasks_blocked()
+            await wait_all_tasks_blocked()
         yield results
 
 
-async def gather(fleet: Fleet, *names: str, affinity: str = "") -> list[Completion | Exception]:
+async def gather(fleet, *names, affinity=""):
     """The answers and errors, in the order of the names."""
     async with asking(fleet, *names, affinity=affinity) as results:
         pass

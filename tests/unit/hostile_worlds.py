@@ -77,9 +77,9 @@ def say(text):
 
 async def play(open_one, row):
     async with open_one(row) as world:
-        await world.reset()
-        await world.step(say("7"))
-        await world.score()
+        await world.call("reset")
+        await world.call("step", say("7"))
+        await world.call("score")
 
 
 class Game:

@@ -3,13 +3,11 @@
 import itertools
 import os
 import signal
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
 import trio
 
-from rollouts.metrics import record_files
+from rollouts.metrics import jsonl
 from rollouts.metrics.spans import Span
 from rollouts.metrics.writer import open_jsonl_logger
 from rollouts.run_dir import RunDir
@@ -17,7 +15,7 @@ from rollouts.types import Sample
 from tests.support.made_updates import make_update
 
 
-async def write(run_dir: RunDir, said: int, attempt: int, first_step: int):
+async def write(run_dir, said, attempt, first_step):
     texts = ["x" * (300_000 if index == 0 else 500) for index in range(4)]  # one that takes a while to write
     samples = tuple(
         Sample(id=f"s{index}", prompt="p", response=text, tokens=np.arange(3), loss_mask=np.array([0, 1, 1]))
@@ -36,7 +34,7 @@ async def write(run_dir: RunDir, said: int, attempt: int, first_step: int):
             os.write(said, b"%d\n" % step)
 
 
-def arm(nth: int, said: int):
+def arm(nth, said):
     """Patches os.write, or os.open, to die; but what is `said` is written whole."""
     count, write_, open_ = itertools.count(1), os.write, os.open
 
@@ -59,12 +57,12 @@ def arm(nth: int, said: int):
         os.open = open_and_die  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def run_writer(folder: Path, output: Connection, nth: int, attempt: int, first_step: int, part_bytes: int):
+def run_writer(folder, output, nth, attempt, first_step, part_bytes):
     """Writes to `output` each step that is logged.
 
     nth: 0 waits for a kill from outside; n above 0 dies inside the n-th write, having written half of it, as
     a kill can leave one; below 0 when the -n-th new part was opened.
     """
     arm(nth, output.fileno())
-    record_files.PART_BYTES = part_bytes
+    jsonl.PART_BYTES = part_bytes
     trio.run(write, RunDir(folder), output.fileno(), attempt, first_step)

@@ -3,33 +3,31 @@
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
-from rollouts.testing.fakes import Script, ScriptedEngine, ScriptedReply
-from rollouts.types import FilterDecision, RolloutBatch, Sample, SamplingParams, metric_values
+from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
+from rollouts.types import FilterDecision, SamplingParams, metric_values
 from tests.sim.fakes import RecordingBuffer
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 
 SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(FAKE_END,))
 ROWS = [{"prompt": f"question {index}", "answer": str(index)} for index in range(40)]
 STREAM = [prompt.key for prompt in DataBuffer(ROWS, seed=0).get_prompts(120)]
-chat_generate: Any = make_chat_generate(FakeTokenizer())
+chat_generate = make_chat_generate(FakeTokenizer())
 
 
-def group_of(name: str) -> int:
+def group_of(name):
     return int(name[1:9])
 
 
-def member_of(name: str) -> int:
+def member_of(name):
     return int(name[11:14])
 
 
-def say(text: str = "ab", token_s: float | Callable[[str], float] = 1.0) -> Script:
+def say(text="ab", token_s=1.0):
     """Every request is answered with `text`, from where it was cut; `token_s` may depend on its id."""
     return lambda request: ScriptedReply(
         text[sum(map(int, request.request_id.split("@")[1:])) :],
@@ -37,12 +35,12 @@ def say(text: str = "ab", token_s: float | Callable[[str], float] = 1.0) -> Scri
     )
 
 
-async def index_reward(sample: Sample) -> float:
+async def index_reward(sample):
     """0, 1, 2, … within the group."""
     return float(member_of(sample.id))
 
 
-def fail_on(error: Exception, *sample_ids: str):
+def fail_on(error, *sample_ids):
     """A reward function that fails for these samples, or for all."""
 
     async def broken_reward(sample):
@@ -53,7 +51,7 @@ def fail_on(error: Exception, *sample_ids: str):
     return broken_reward
 
 
-def keep_groups(*kept: int):
+def keep_groups(*kept):
     async def chosen(group):
         return FilterDecision(group.group_index in kept, "not_chosen")
 
@@ -69,36 +67,36 @@ class Run:
     engine: ScriptedEngine
     version: list[int]
 
-    async def take(self) -> list[int]:
+    async def take(self):
         """The groups of the next batch."""
         return groups_of(await self.manager.generate_batch())
 
-    def advance(self, trainer: int, engine: int | None = None):
+    def advance(self, trainer, engine=None):
         """Versions of the trainer and of the engine (default: the trainer's)."""
         self.version[0], version = trainer, trainer if engine is None else engine
         self.engine.set_version(version)
         self.manager.engines_updated(version)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self):
         return metric_values(self.manager.batch_metrics())
 
-    def count(self, name: str) -> float:
+    def count(self, name):
         return self.manager.statistics().get(name, 0.0)
 
-    def books(self) -> dict[str, float]:
+    def books(self):
         """Where every group is, without the places that have none."""
         places = ("drawn", "trained", "held", "in_flight", "dropped/", "failed/")
         found = self.manager.statistics().items()
         return {name: n for name, n in found if n and name.startswith(places) and name[:5] != "held/"}
 
-    def upcoming(self, count: int) -> list[tuple[int, str]]:
+    def upcoming(self, count):
         """The prompts that would be drawn next."""
         return [prompt.key for prompt in copy.deepcopy(self.recorder.buffer).get_prompts(count)]
 
-    def save(self) -> str:
+    def save(self):
         return json.dumps([self.recorder.buffer.state_dict(), self.manager.state_dict()])
 
-    def check_prompts(self, trained: list[tuple[int, str]]):
+    def check_prompts(self, trained):
         """Trained, held, or still to come: every prompt of the stream is in one place. For runs whose filters
         drop nothing, between draws.
         """
@@ -111,13 +109,13 @@ class Run:
 
 
 def make_run(
-    script: Script | None = None,
+    script=None,
     *,
-    state: str | None = None,
-    version: int = 0,
-    rows: Sequence[Mapping[str, str]] = ROWS,
+    state=None,
+    version=0,
+    rows=ROWS,
     **options,
-) -> Run:
+):
     """Two groups of two, of the reward index_reward. `options` are settings of the rollouts and of the
     manager; `state` is what another run saved.
     """
@@ -145,9 +143,9 @@ def make_run(
     return run
 
 
-def groups_of(batch: RolloutBatch) -> list[int]:
+def groups_of(batch):
     return list(dict.fromkeys(batch.group_indices.tolist()))
 
 
-def prompts_of(batch: RolloutBatch) -> list[tuple[int, str]]:
+def prompts_of(batch):
     return list(dict.fromkeys((row["epoch"], row["prompt_id"]) for row in batch.metadata))

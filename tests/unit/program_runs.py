@@ -2,7 +2,6 @@
 
 import json
 import re
-from typing import Any
 
 from rollouts.config.tables import RolloutConfig
 from rollouts.environments.episode import make_formats
@@ -15,7 +14,7 @@ SAMPLING = SamplingParams(max_new_tokens=200, stop_token_ids=(FAKE_END,), seed=1
 SAMPLE = Sample(id="g00000000-s000", prompt="Say €.", group_index=0, metadata={"answer": "7", "turns": 2})
 
 
-def read_calls(text: str):
+def read_calls(text):
     """A call is `name{arguments}`, several stand side by side; the rest is content."""
     text, called = text.removesuffix("<|end|>"), r"([a-z_]+)(\{.*?\})"
     if text.count("{") != text.count("}"):
@@ -25,12 +24,12 @@ def read_calls(text: str):
 
 
 def make_format(tools):
-    tokenizer: Any = FakeTokenizer()
+    tokenizer = FakeTokenizer()
     return make_formats(tokenizer, read_turn=read_calls)(tools)
 
 
-async def play(agent: str, engine=None, *, sample: Sample = SAMPLE, **settings):
+async def play(agent, engine=None, *, sample=SAMPLE, **settings):
     """What a program's trajectory gives."""
     async with open_proxy() as proxy:
-        generate: Any = make_proxy_generate(proxy, make_format, RolloutConfig(agent=agent, **settings))
+        generate = make_proxy_generate(proxy, make_format, RolloutConfig(agent=agent, **settings))
         return await generate(sample, engine or ScriptedEngine(), SAMPLING)

@@ -3,8 +3,6 @@
 import json
 import struct
 import zlib
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
@@ -15,19 +13,19 @@ from tests.support.text_tables import write_jsonl
 HEAD = {"schema": 1, "stage": "rl", "step": 1, "policy_version": 0, "attempt": 1, "time_unix": 1.0}
 
 
-def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
+def write_rows(path, *rows):
     """Writes rows, each with what HEAD has and it lacks; the path."""
     path.parent.mkdir(exist_ok=True, parents=True)
     return write_jsonl(path, *({**HEAD, **row} for row in rows))
 
 
-def read_command(capsys, *words: object) -> str:
+def read_command(capsys, *words):
     """What a command prints that succeeds."""
     assert main([*map(str, words)]) == 0
     return capsys.readouterr().out
 
 
-def write_run(root: Path, **metrics: float) -> Path:
+def write_run(root, **metrics):
     """A run of 20 steps of RL that is finished; `metrics` are added to each step. `a__b` stands for `a/b`."""
     more = {name.replace("__", "/"): value for name, value in metrics.items()}
     rows = [
@@ -49,7 +47,7 @@ def write_run(root: Path, **metrics: float) -> Path:
     return root
 
 
-def write_block(root: Path, sample: str, **columns: list[float]) -> dict[str, Any]:
+def write_block(root, sample, **columns):
     """Where the arrays of a sample lie in a shard of one block, written as the format is described."""
     kinds = {"tokens": "<i4", "mask": "|u1"}
     body = save({name: np.array(values, kinds.get(name, "<f4")) for name, values in columns.items()})

@@ -1,8 +1,6 @@
 """Fake servers with the real engines for them, for the tests of server engines."""
 
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +9,8 @@ import trio.testing
 from safetensors.numpy import save_file
 
 from rollouts.engines.server import ServerEngine
-from tests.support.fault_plan import AnyFault, Fault
-from tests.support.fault_server import DIALECTS, DialectName, FaultServer, open_fake_server
+from tests.support.fault_plan import Fault
+from tests.support.fault_server import DIALECTS, FaultServer, open_fake_server
 from tests.support.simulated_process import ServerSpeed
 
 Opened = tuple[FaultServer, ServerEngine]
@@ -22,9 +20,7 @@ VLLM_MODEL = {"model": "simulated", "max_model_len": 256, "logprobs_mode": "proc
 
 
 @asynccontextmanager
-async def open_both(
-    dialect: DialectName, *, silence_s: float = 60.0, token_s: float = 0.01, **options
-) -> AsyncIterator[Opened]:
+async def open_both(dialect, *, silence_s=60.0, token_s=0.01, **options):
     """A fake server and the real engine for it, after the handshake."""
     options = {"vocab_size": 300, "context_length": 256, "speed": ServerSpeed(token_s=token_s)} | options
     async with (
@@ -36,25 +32,25 @@ async def open_both(
 
 
 @asynccontextmanager
-async def open_engine(dialect: DialectName, **options) -> AsyncIterator[ServerEngine]:
+async def open_engine(dialect, **options):
     async with open_both(dialect, **options) as (_, engine):
         yield engine
 
 
-def strike(server: FaultServer, what: AnyFault, *, update: bool = False):
+def strike(server, what, *, update=False):
     """`what` happens at the next request, or the next update."""
     process = server.process
     moment = {"at_update": process.loads} if update else {"at_request": process.requests}
     process.pending.append(Fault("a", what, **moment))
 
 
-def write_snapshot(path: Path, value: float = 1.0) -> Path:
+def write_snapshot(path, value=1.0):
     path.mkdir()
     save_file({"weight": np.full(2, value, np.float32)}, path / "model.safetensors")
     return path
 
 
-async def update(engine: ServerEngine, path: Path, version: int):
+async def update(engine, path, version):
     await engine.pause("abort")
     try:
         await engine.update_weights_from_checkpoint(path, version)

@@ -7,6 +7,7 @@ both.
 """
 
 import contextlib
+import json
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
@@ -15,11 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.testing import assert_close
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from rollouts.data.samples import mismatch_completions
+from rollouts.losses import sft_loss
 from rollouts.losses.distillation import gkd_loss
-from rollouts.losses.inputs import LossInputs, LossOutput
+from rollouts.losses.inputs import LossInputs
 from rollouts.losses.preference_losses import (
     TRL_LOSS_TYPES,
     compute_kto_reference_point,
@@ -28,15 +31,16 @@ from rollouts.losses.preference_losses import (
     kto_loss,
 )
 from rollouts.losses.reward_model_losses import bradley_terry_loss
-from rollouts.losses.token_losses import sft_loss
 from rollouts.types import metric_values
 from tests.support.text_tables import read_cells, read_params
 
 LossAndMetrics = tuple[Tensor, dict[str, float]]
 V = 7
-CHOSEN = [[0, 1, 2, 3, 4], [0, 6, 5, 1], [0, 3]]  # the prompt is the first token
-REJECTED = [[0, 2, 2], [0, 4, 1, 3, 6], [0, 5, 6, 2]]
-SAME_LENGTH = [[0, 1, 2, 3], [0, 6, 5, 1], [0, 3, 3, 4]]  # where TRL's likelihood is over all tokens
+# the prompt is the first token; the last are where TRL's likelihood is over all tokens
+CHOSEN, REJECTED, SAME_LENGTH = json.loads("""[
+[[0, 1, 2, 3, 4], [0, 6, 5, 1], [0, 3]],
+[[0, 2, 2], [0, 4, 1, 3, 6], [0, 5, 6, 2]],
+[[0, 1, 2, 3], [0, 6, 5, 1], [0, 3, 3, 4]]]""")
 LABELS = [True, False, True]
 
 # TRL's name, ours, our parameters, and the mean loss by TRL 1.16.0
@@ -73,7 +77,7 @@ OTHER_NAMES = {
 }
 
 
-def table(seed: int) -> Tensor:
+def table(seed):
     """[V, V] logits from a formula, so that no generator's stream matters."""
     return 2.5 * torch.sin(torch.arange(V * V, dtype=torch.float64).reshape(V, V) * (0.7 + 0.1 * seed) + seed)
 
@@ -81,7 +85,7 @@ def table(seed: int) -> Tensor:
 POLICY, REFERENCE = table(1), table(2)
 
 
-def stack(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+def stack(rows):
     """Ids [B, T] right-padded with 0, and which are tokens of a response."""
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
@@ -89,7 +93,7 @@ def stack(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def score(weights: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+def score(weights, ids, mask):
     """[B, T] log-prob of each token after the one before it, 0 outside the mask."""
     found = weights[ids[:, :-1]].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     return torch.where(mask, pad(found, (1, 0)), 0.0)
@@ -98,7 +102,7 @@ def score(weights: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
 # --- ours ---------------------------------------------------------------------------------------------------
 
 
-def our_loss(name: str, weights: Tensor) -> LossOutput:
+def our_loss(name, weights):
     """By its name in CASES, as a function of the policy's table."""
     ours, params, _ = CASES[name]
     ids, mask = stack(CHOSEN)
@@ -116,7 +120,7 @@ def our_loss(name: str, weights: Tensor) -> LossOutput:
     return compute_preference_loss(compute_pair_log_probs(inputs), ours, **params)
 
 
-def our_kto(weights: Tensor, *, use_reference_point: bool) -> LossOutput:
+def our_kto(weights, *, use_reference_point):
     def sums(rows):
         ids, mask = stack(rows)
         return score(weights, ids, mask).sum(-1), score(REFERENCE, ids, mask).sum(-1)
@@ -126,7 +130,7 @@ def our_kto(weights: Tensor, *, use_reference_point: bool) -> LossOutput:
     return kto_loss(*sums(CHOSEN), labels, reference_point=point, beta=0.3, **weighed)
 
 
-def kl_rows() -> list[list[int]]:
+def kl_rows():
     """Each prompt with another prompt's completion."""
     return [
         [CHOSEN[row][0], *CHOSEN[other][1:]]
@@ -142,10 +146,10 @@ class Model:
 
     training = False
 
-    def __init__(self, weights: Tensor):
+    def __init__(self, weights):
         self.weights = weights
 
-    def __call__(self, input_ids: Tensor, labels: Tensor | None = None, **_: object):
+    def __call__(self, input_ids, labels=None, **_):
         logits = self.weights[input_ids]
         if labels is None:
             return SimpleNamespace(logits=logits)
@@ -197,7 +201,7 @@ def trl(monkeypatch):
     )
 
 
-def trl_dpo(trl, weights: Tensor, loss_type: str) -> LossAndMetrics:
+def trl_dpo(trl, weights, loss_type):
     ids, mask = stack([*CHOSEN, *REJECTED])
     fake = trainer(
         ld_alpha=None, f_divergence_type="reverse_kl", loss_types=[loss_type], loss_weights=[1.0], beta=0.3,
@@ -207,11 +211,11 @@ def trl_dpo(trl, weights: Tensor, loss_type: str) -> LossAndMetrics:
     return trl.dpo._compute_loss(fake, Model(weights), batch, False), last_metrics(fake)
 
 
-def last_metrics(fake) -> dict[str, float]:
+def last_metrics(fake):
     return {name: values[-1] for name, values in fake._metrics["eval"].items() if values}
 
 
-def trl_kto(trl, weights: Tensor, loss_type: str) -> LossAndMetrics:
+def trl_kto(trl, weights, loss_type):
     (ids, mask), (kl_ids, kl_mask) = stack(CHOSEN), stack(kl_rows())
     batch = {"label": torch.tensor(LABELS)}
     for prefix, tokens, kept in (("", ids, mask.long()), ("KL_", kl_ids, kl_mask.long())):
@@ -223,7 +227,7 @@ def trl_kto(trl, weights: Tensor, loss_type: str) -> LossAndMetrics:
     return trl.kto._compute_loss(fake, Model(weights), batch, False), last_metrics(fake)
 
 
-def trl_without_reference(kind, weights: Tensor, **fields) -> LossAndMetrics:
+def trl_without_reference(kind, weights, **fields):
     """ORPO and CPO."""
     batch = {}
     for side, rows in (("chosen", SAME_LENGTH), ("rejected", REJECTED)):
@@ -246,7 +250,7 @@ def trl_without_reference(kind, weights: Tensor, **fields) -> LossAndMetrics:
     return loss, {name: float(value) for name, value in metrics.items()}
 
 
-def trl_reward(trl, weights: Tensor, **inputs: Tensor) -> LossAndMetrics:
+def trl_reward(trl, weights, **inputs):
     fake = trainer(args=SimpleNamespace(center_rewards_coefficient=None if inputs else 0.01))
     answer = SimpleNamespace(logits=weights[:2, :3].reshape(6, 1))
     loss = trl.reward.compute_loss(fake, lambda **_: answer, {"attention_mask": torch.ones(6, 1)} | inputs)
@@ -257,7 +261,7 @@ CPO = read_params("alpha = 0.0, label_smoothing = 0.1, cpo_alpha = 0.5, beta = 0
 SIMPO = read_params("alpha = 0.0, label_smoothing = 0.0, cpo_alpha = 0.0, beta = 2.0, simpo_gamma = 0.5")
 
 
-def trl_loss(trl, name: str, weights: Tensor) -> LossAndMetrics:
+def trl_loss(trl, name, weights):
     kind, _, rest = name.partition("/")
     if kind in ("dpo", "kto"):
         return (trl_dpo if kind == "dpo" else trl_kto)(trl, weights, rest)
@@ -295,9 +299,9 @@ def test_the_supervised_loss_is_that_of_transformers_which_trl_uses():
         theirs[ids].float(), ids.masked_fill(~mask, -100), V
     )  # it widens to float32, and narrows to it
     mean = output.sum / output.count
-    assert float(mean.detach()) == pytest.approx(float(wanted.detach()), abs=1e-5)
+    assert mean.item() == pytest.approx(wanted.item(), abs=1e-5)
     (our_gradient,), (their_gradient,) = torch.autograd.grad(mean, ours), torch.autograd.grad(wanted, theirs)
-    torch.testing.assert_close(our_gradient, their_gradient, rtol=0, atol=1e-6)
+    assert_close(our_gradient, their_gradient, rtol=0, atol=1e-6)
 
 
 def test_trl_itself_has_our_losses_gradients_and_metrics(trl):
@@ -309,7 +313,7 @@ def test_trl_itself_has_our_losses_gradients_and_metrics(trl):
         mean = output.sum / output.count
         assert mean.item() == pytest.approx(loss.item(), abs=1e-5), name
         gradients = torch.autograd.grad(mean, ours) + torch.autograd.grad(loss, theirs)
-        torch.testing.assert_close(*gradients, rtol=0, atol=1e-8, msg=name)
+        assert_close(*gradients, rtol=0, atol=1e-8, msg=name)
         values = metric_values(output.metrics)
         renamed = {OTHER_NAMES.get(key, key): value for key, value in metrics.items()}
         both = {key: value for key, value in renamed.items() if key in values}

@@ -2,9 +2,9 @@
 
 import http.server
 import json
+import re
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +19,7 @@ from tests.support.text_tables import cases
 from tests.support.tracker_runs import append, make_row
 
 
-def look(root: Path, settings: str, *rows: dict[str, object], mark: str = "{}") -> tuple[list[str], str]:
+def look(root, settings, *rows, mark="{}"):
     """What is said of the rows, and the mark after them."""
     said = []
     root.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def test_a_command_that_fails_or_hangs_and_a_webhook_that_nobody_hears_cost_a_wa
     said, mark = look(tmp_path, settings, make_row(1, **{"a/b": 2.0}))
     problems = [f"{words[0]} did not take an alert: {problem}", "HOOK did not take an alert: ConnectError"]
     assert said[1:] == [f"warning: {line}" for line in problems]
-    assert look(tmp_path, settings, make_row(2, **{"a/b": 2.0}), mark=mark)[0] == [], "it is not told again"
+    assert look(tmp_path, settings, make_row(2, **{"a/b": 2.0}), mark=mark)[0] == []  # it is not told again
 
 
 @cases("""
@@ -117,9 +117,8 @@ rule = "absent(steps=1)"; webhook = "http:" | webhook is no name of an environme
 """)
 def test_a_rule_that_cannot_hold_is_refused(tmp_path, settings, problem):
     (tmp_path / "c.toml").write_text(f'[alerts]\nmetric = "a/b"\n{settings.replace("; ", chr(10))}')
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"(?s)^(?!.*http:).*{re.escape(problem)}"):
         load_config(tmp_path / "c.toml")
-    assert problem in str(caught.value) and "http:" not in str(caught.value)
 
 
 @cases("""

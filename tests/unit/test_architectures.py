@@ -1,5 +1,5 @@
 """Any causal model trains as a plain forward of each row would train it: layouts, heads and windows are taken
-only where they are exact.
+only where they are exact. Packing, shared prefixes, the fused head and skipping change no gradient.
 """
 
 import copy
@@ -11,21 +11,22 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 from rollouts.errors import ModelError
 from rollouts.models.forward_plan import describe_plan, plan_forward
 from rollouts.models.layers import checkpoint_layers
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
-from rollouts.models.tiny import MODELS
+from rollouts.models.made import MODELS
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec, RolloutBatch
+from tests.support.made_updates import floats
 from tests.support.plain_backend import (
     assert_gradients_close,
     compute_plain_loss,
     load_tiny,
     open_backend,
-    score_row,
+    score_plainly,
+    stack,
     take_gradients,
 )
 from tests.support.text_tables import cases, read_cells, read_params
@@ -63,7 +64,7 @@ moe        | tiny | | packed | linear | 1
 
 
 @functools.cache
-def make_once(name: str):
+def make_once(name):
     family, settings, *_ = OTHERS.get(name, ("tiny", {}))
     if family == "tiny":
         return load_tiny(name)
@@ -76,7 +77,7 @@ def make_once(name: str):
     return model
 
 
-def new_model(name: str):
+def new_model(name):
     """A copy of its own for each test: backends change weights."""
     return copy.deepcopy(make_once(name))
 
@@ -89,7 +90,7 @@ FORMS = [
 # --- exactness ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@cases("name", OTHERS)
 async def test_the_fastest_exact_layout_and_head_are_taken(name):
     """Log-probs and gradients are those of a plain forward of each row."""
     family, _, layout, head, scale = OTHERS[name]
@@ -101,7 +102,7 @@ async def test_the_fastest_exact_layout_and_head_are_taken(name):
         await check_exact(new_model(name), new_model(name), **options)
 
 
-@pytest.mark.parametrize("name", ["windows", "some windows"])
+@cases("name", ["windows", "some windows"])
 async def test_rows_longer_than_the_window_and_than_the_probe_are_exact(name):
     """A window of 7 against rows of 40, whose branches part at 30."""
     batch = make_rows(40, 40, 40)
@@ -110,7 +111,7 @@ async def test_rows_longer_than_the_window_and_than_the_probe_are_exact(name):
     await check_exact(new_model(name), new_model(name), batch)
 
 
-def make_rows(*lengths: int) -> RolloutBatch:
+def make_rows(*lengths):
     rng = np.random.default_rng(0)
     return RolloutBatch(
         tokens=tuple(rng.integers(0, 64, length) for length in lengths),
@@ -119,7 +120,7 @@ def make_rows(*lengths: int) -> RolloutBatch:
     )
 
 
-async def check_exact(model, slow, batch: RolloutBatch | None = None, **options):
+async def check_exact(model, slow, batch=None, **options):
     """Log-probs, loss and gradients of REINFORCE over all tokens are those of each row by itself."""
     batch = batch or make_batch(temperature=0.7)
     wanted_loss, _ = compute_plain_loss(slow, batch, LossSpec("reinforce"))
@@ -127,9 +128,9 @@ async def check_exact(model, slow, batch: RolloutBatch | None = None, **options)
         rows = await backend.forward(batch)
         result = await backend.forward_backward(batch, LossSpec("reinforce"))
         found = take_gradients(backend.model)
-    for row, mask, tokens in zip(rows, batch.loss_masks, batch.tokens, strict=True):
-        wanted = np.where(mask, score_row(slow, tokens, batch.temperature)[0].detach(), 0)
-        np.testing.assert_allclose(row, wanted, atol=1e-5, rtol=1e-5)
+    wanted = score_plainly(slow, batch)[0].detach()
+    np.testing.assert_allclose(stack(rows), wanted, atol=1e-5, rtol=1e-5)
+    for row, mask in zip(rows, batch.loss_masks, strict=True):
         assert row.dtype == np.float32 and not row[~mask].any()
     assert result.loss == pytest.approx(wanted_loss, abs=1e-5)
     assert_gradients_close(found, take_gradients(slow))
@@ -163,15 +164,16 @@ async def test_experts_with_a_capacity_run_one_row_at_a_time():
     assert "expert_capacity=8" in plan_forward(model).reason
 
 
-def make_rope(family: str, length: int, **rope):
+def make_rope(family, length, **rope):
     settings = {**SIZES, "rope_parameters": {"rope_theta": 1e4, **rope}, "max_position_embeddings": length}
     return make_model(family, **settings, original_max_position_embeddings=32)
 
 
-make_longrope = functools.partial(
-    make_rope, "Phi3", 256, rope_type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4,
-    original_max_position_embeddings=32,
-)  # fmt: skip
+LONGROPE = read_params(
+    'rope_type = "longrope", original_max_position_embeddings = 32,'
+    " short_factor = [1.0, 1.0, 1.0, 1.0], long_factor = [4.0, 4.0, 4.0, 4.0]"
+)
+make_longrope = functools.partial(make_rope, "Phi3", 256, **LONGROPE)
 make_dynamic = functools.partial(make_rope, "Llama", 16, rope_type="dynamic", factor=4.0)
 
 
@@ -248,7 +250,7 @@ async def test_dropout_is_off_even_if_the_model_came_in_training_mode():
     assert all((one == other).all() for one, other in zip(first, second, strict=True))
 
 
-def saved_bytes(model, batch: RolloutBatch) -> tuple[int, dict[str, Tensor]]:
+def saved_bytes(model, batch):
     """Bytes that the graph keeps for the gradient, and the gradients."""
     kept = {}
 
@@ -261,7 +263,7 @@ def saved_bytes(model, batch: RolloutBatch) -> tuple[int, dict[str, Tensor]]:
     return sum(kept.values()), take_gradients(model)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@cases("kind", MODELS)
 async def test_gradient_checkpointing_gives_the_same_gradients_for_less_memory(kind):
     rng = np.random.default_rng(0)
     batch = RolloutBatch(tokens=(rng.integers(0, 259, 200),), loss_masks=(np.arange(200) > 0,))
@@ -275,10 +277,101 @@ async def test_gradient_checkpointing_gives_the_same_gradients_for_less_memory(k
 # --- files --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@cases("kind", MODELS)
 def test_a_tiny_model_is_a_function_of_its_seed(kind, tmp_path):
     paths = [resolve_model(f"tiny:{kind}", cache_dir=tmp_path / str(at), seed=at // 2) for at in range(3)]
     first, again, other = ({file.name: file.read_bytes() for file in path.iterdir()} for path in paths)
     assert first == again
     assert first["model.safetensors"] != other["model.safetensors"]
     assert load_hf_model(paths[0]).config.vocab_size >= len(load_tokenizer(paths[0]))
+
+
+# --- less work, the same gradient ---------------------------------------------------------------------------
+
+
+TOLERANCE = 1e-4  # ‖a − b‖ / ‖b‖ of each parameter's gradient
+SPECS = {
+    "clip": LossSpec("ppo_clip"),
+    "kl": LossSpec("ppo_clip", params={"kl_coef": 0.1}),
+    "entropy": LossSpec("ppo_clip", params={"entropy_coef": 0.05}),
+}
+
+
+def load_kind(kind):
+    if kind != "windowed":
+        return load_tiny(kind)
+    # the window is shorter than the rows
+    sizes = "sliding_window = 24, vocab_size = 259, max_position_embeddings = 512, initializer_range = 0.02"
+    return make_model("Mistral", **read_params(sizes))
+
+
+def make_groups():
+    """Two groups of unlike prompts, the third row of each with a beginning of its answer in common with the
+    first, and one group without an advantage.
+    """
+    rng = np.random.default_rng(0)
+    tokens, masks, advantages = [], [], []
+    for prompt, answers, scale in ((150, (40, 9, 35), 1.0), (7, (12, 5, 30), 1.0), (20, (6, 8), 0.0)):
+        start = rng.integers(0, 250, prompt)
+        first = rng.integers(0, 250, answers[0])
+        for number, length in enumerate(answers):
+            answer = rng.integers(0, 250, length) if number else first
+            if number == 2:
+                answer[:4] = first[:4]
+            tokens.append(np.concatenate([start, answer]))
+            masks.append(np.arange(prompt + length) >= prompt)
+            advantages.append(np.where(masks[-1], scale * rng.standard_normal(), 0.0).astype(np.float32))
+
+    old, ref = (
+        [np.where(mask, -5.5 + 0.3 * rng.standard_normal(len(mask)), 0.0) for mask in masks] for _ in range(2)
+    )
+    return RolloutBatch(
+        tokens=tuple(tokens),
+        loss_masks=tuple(masks),
+        advantages=tuple(advantages),
+        old_log_probs=floats(*old),
+        ref_log_probs=floats(*ref),
+        temperature=1.2,
+    )
+
+
+def choose_plan(model, on):
+    """The model's own, or without what is not switched on: then rows are computed alone, or their logits at
+    every position.
+    """
+    plan = plan_forward(model)
+    if not {"packing", "sharing"} & {*on}:
+        plan = plan._replace(layout="single")
+    return plan if "fused_head" in on else plan._replace(head="whole")
+
+
+async def check_gradients(kind, loss, *on):
+    """With these switches they are those of each row by itself."""
+    model, plain, batch, spec = load_kind(kind), load_kind(kind), make_groups(), SPECS[loss]
+    compute_plain_loss(plain, batch, spec)
+    options = {"share_prefix": "sharing" in on, "skip_zero_advantage": "skipping" in on}
+    async with open_backend(model, plan=choose_plan(model, on), **options) as backend:
+        await backend.forward_backward(batch, spec)
+        statistics = backend.statistics()
+    wanted = "packed" if {"packing", "sharing"} & {*on} else "single"
+    assert statistics[f"batches_as_{wanted}"] == 1
+    assert statistics["skipped_rows"] == (2 if "skipping" in on and loss == "clip" else 0)
+    found = take_gradients(model)
+    for name, gradient in take_gradients(plain).items():
+        assert (found[name] - gradient).norm() <= TOLERANCE * gradient.norm(), name
+
+
+@cases("""
+loss    | switches
+clip    | packing sharing fused_head skipping
+kl      | packing sharing fused_head skipping
+entropy | packing sharing fused_head skipping
+clip    | packing
+clip    | sharing
+clip    | fused_head
+clip    | skipping
+clip    |
+""")
+@cases("kind: llama qwen3 windowed")
+async def test_all_switches_together_and_each_alone_give_the_plain_gradient(kind, loss, switches):
+    await check_gradients(kind, loss, *switches.split())

@@ -2,32 +2,19 @@
 goes wrong.
 """
 
-import dataclasses
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import trio
 
-from rollouts.errors import (
-    ConfigError,
-    DataError,
-    EngineClosed,
-    EngineError,
-    EngineSetupError,
-    EngineUnreachable,
-    FleetDown,
-    ModelError,
-    NotEnoughSamples,
-    RequestRefused,
-    UserFunctionError,
-    WeightVersionError,
-)
+from rollouts.errors import ConfigError, EngineUnreachable, NotEnoughSamples, UserFunctionError
 from rollouts.generation.continuing import MAX_STARTS
 from rollouts.generation.generate import compute_request_seed
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
-from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, Status, encode_json
+from rollouts.types import FilterDecision, RewardResult, Status, encode_json
 from tests.support.text_tables import cases, read_cells
 from tests.unit.manager_runs import (
     SAMPLING,
@@ -101,8 +88,8 @@ async def test_a_filtered_group_is_replaced_and_the_first_objection_counts():
     )
     assert await run.take() == [1]
     assert asked == ["a0", "failed_samples0", "a1", "failed_samples1", "c1"]
-    assert run.books() == {"drawn": 2, "trained": 1, "dropped/failed_samples": 1}, "also by such a name"
-    assert run.upcoming(1) == STREAM[2:3], "a filtered prompt does not come back in this epoch"
+    assert run.books() == {"drawn": 2, "trained": 1, "dropped/failed_samples": 1}  # also by such a name
+    assert run.upcoming(1) == STREAM[2:3]  # a filtered prompt does not come back in this epoch
 
 
 async def test_samples_are_scored_while_others_are_generated(autojump_clock):
@@ -118,15 +105,15 @@ async def test_samples_are_scored_while_others_are_generated(autojump_clock):
 # --- who scores ---
 
 
-async def one_reward(sample: Sample) -> float:
+async def one_reward(sample):
     return 7.0
 
 
-async def generate_scored(sample: Sample, engine, sampling) -> Sample:
-    return dataclasses.replace(await chat_generate(sample, engine, sampling), reward=0.5)
+async def generate_scored(sample, engine, sampling):
+    return replace(await chat_generate(sample, engine, sampling), reward=0.5)
 
 
-async def last_wins(samples) -> list[RewardResult]:
+async def last_wins(samples):
     last = len(samples) - 1
     return [RewardResult(float(at == last), {"place": at}, "last wins") for at in range(len(samples))]
 
@@ -155,7 +142,7 @@ async def test_a_reward_comes_from_the_call_the_generate_function_or_for_the_who
 async def test_segments_of_a_trajectory_share_the_reward_of_the_last():
     async def generate(sample, engine, sampling):
         done = await chat_generate(sample, engine, sampling)
-        return [done, dataclasses.replace(done, response="final")]
+        return [done, replace(done, response="final")]
 
     async def reward(sample):
         assert sample.response == "final"
@@ -169,7 +156,7 @@ async def test_segments_of_a_trajectory_share_the_reward_of_the_last():
 # --- groups that compete ---
 
 
-def rank_by(*scores: float):
+def rank_by(*scores):
     async def ranker(group):
         return scores[group.group_index]
 
@@ -202,7 +189,7 @@ async def test_with_a_ranker_the_best_of_all_that_are_kept_train_in_launch_order
     assert await run.take() == taken
     books = {"drawn": drawn, "trained": 2, "dropped/not_chosen": filtered, "dropped/outranked": outranked}
     assert run.books() == {name: count for name, count in books.items() if count}
-    assert run.upcoming(1) == STREAM[drawn : drawn + 1], "what is outranked does not come back in this epoch"
+    assert run.upcoming(1) == STREAM[drawn : drawn + 1]  # what is outranked does not come back in this epoch
     metrics = run.metrics()
     assert (metrics["groups/kept"], metrics["groups/dropped/outranked"]) == (2, outranked)
 
@@ -210,18 +197,16 @@ async def test_with_a_ranker_the_best_of_all_that_are_kept_train_in_launch_order
 # --- samples that fail ---
 
 
-@pytest.mark.parametrize(
-    ("error", "failure_class", "message"),
-    [
-        (KeyError("gold"), "reward", "raised KeyError: 'gold'"),
-        (RequestRefused("too long"), "data", "too long"),
-        (DataError("bad template"), "data", "bad template"),
-        (EngineError("out of memory"), "engine", "out of memory"),
-        (EngineUnreachable("no route"), "infrastructure", "no route"),
-        (ValueError("oops"), "generate", "raised ValueError: oops"),
-    ],
-)
-async def test_a_sample_that_fails_leaves_its_group_and_says_why(error, failure_class, message):
+@cases("""
+error                       | failure_class  | message
+KeyError: gold              | reward         | raised KeyError: 'gold'
+RequestRefused: too long    | data           | too long
+DataError: bad template     | data           | bad template
+EngineError: out of memory  | engine         | out of memory
+EngineUnreachable: no route | infrastructure | no route
+ValueError: oops            | generate       | raised ValueError: oops
+""")
+async def test_a_sample_that_fails_leaves_its_group_and_says_why(error: Exception, failure_class, message):
     in_reward = failure_class == "reward"
     run = make_run(
         lambda request: ScriptedReply(
@@ -254,9 +239,9 @@ async def test_what_a_function_returns_costs_its_sample_and_not_the_run(spoiled:
     """The second sample of each group has these fields, or its reward function leaves no JSON in it."""
 
     async def generate(sample, engine, sampling):
-        done = dataclasses.replace(await chat_generate(sample, engine, sampling), reward=1.0)
+        done = replace(await chat_generate(sample, engine, sampling), reward=1.0)
         fields = spoiled if member_of(sample.id) == 1 else {}
-        return dataclasses.replace(done, **fields)
+        return replace(done, **fields)
 
     async def reward(sample):
         sample.metadata.update({"junk": object()} if member_of(sample.id) == 1 else {})
@@ -276,7 +261,7 @@ async def test_a_generate_function_may_give_a_sample_up():
         if sample.id != SECOND:
             return await chat_generate(sample, engine, sampling)
         metadata = {**sample.metadata, "failure": "no tool"}
-        return dataclasses.replace(sample, status=Status.FAILED, metadata=metadata)
+        return replace(sample, status=Status.FAILED, metadata=metadata)
 
     run = make_run(generate=generate, samples_per_prompt=3)
     assert len(await run.manager.generate_batch()) == 5
@@ -348,7 +333,7 @@ async def test_the_draw_limit_ends_a_batch_that_cannot_be_filled():
     with pytest.raises(NotEnoughSamples, match=counts):
         await run.manager.generate_batch()
     assert run.books() == {"drawn": 6, "dropped/aborted": 1, "dropped/not_chosen": 5}
-    assert run.upcoming(2) == [STREAM[1], STREAM[6]], "the kept prompt is back, the filtered ones are used up"
+    assert run.upcoming(2) == [STREAM[1], STREAM[6]]  # the kept prompt is back, the filtered ones are used up
 
 
 async def test_too_many_failures_end_the_batch_and_show_the_first():
@@ -356,7 +341,7 @@ async def test_too_many_failures_end_the_batch_and_show_the_first():
     counts = r"2 of 4 samples failed \(reward: 2\), more than max_failed_fraction=0.4 .*KeyError: 'gold'"
     with pytest.raises(NotEnoughSamples, match=counts):
         await run.manager.generate_batch()
-    assert run.upcoming(2) == STREAM[:2], "the grader may be mended before they are drawn again"
+    assert run.upcoming(2) == STREAM[:2]  # the grader may be mended before they are drawn again
     assert len(run.manager.failed_samples()) == 2
 
 
@@ -382,47 +367,42 @@ async def test_what_the_infrastructure_did_costs_a_prompt_nothing(max_staleness:
 
 def test_what_cannot_train_is_refused_at_once():
     engine = ScriptedEngine()
-    engine.features = dataclasses.replace(engine.features, log_probs=False, name="openai")
+    engine.features = replace(engine.features, log_probs=False, name="openai")
     with pytest.raises(
         ConfigError, match=r"engine openai answers without log-probs .* use it for evaluation"
     ):
         make_run(engine=engine)
-    for partial in ({"top_p": 0.9}, {"top_k": 40}):
+    for sampling in (replace(SAMPLING, top_p=0.9), replace(SAMPLING, top_k=40)):
         with pytest.raises(ConfigError, match="training samples need top_p=1 and top_k=0"):
-            make_run(sampling=dataclasses.replace(SAMPLING, **partial))
+            make_run(sampling=sampling)
 
 
-async def broken(group: SampleGroup) -> bool:
+async def broken(group):
     raise ZeroDivisionError("oops")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"filters": [broken]},
-            r"filter broken on group 0 \(prompt row-\d+\) raised ZeroDivisionError: oops",
-        ),
-        (
-            {"ranker": rank_by(1.0, math.nan)},
-            r"ranker ranker on group 1 \(prompt row-\d+\) returned .* score",
-        ),
-    ],
-)
+FAILING = {"filters": [broken], "ranker": rank_by(1.0, math.nan)}
+
+
+@cases(r"""
+what    | message
+filters | filter broken on group 0 \(prompt row-\d+\) raised ZeroDivisionError: oops
+ranker  | ranker ranker on group 1 \(prompt row-\d+\) returned .* score
+""")
 async def test_a_filter_that_raises_and_a_ranker_without_a_number_stop_the_call_and_lose_nothing(
-    options, message
+    what, message
 ):
-    run = make_run(over_sampling=2.0, **options)
+    run = make_run(over_sampling=2.0, **{what: FAILING[what]})
     with pytest.raises(UserFunctionError, match=message):
         await run.manager.generate_batch()
     assert run.upcoming(5) == STREAM[:5]
     assert run.books() == {"drawn": 4, "dropped/aborted": 4}
 
 
-@pytest.mark.parametrize("kind", [EngineClosed, ModelError, FleetDown, WeightVersionError, EngineSetupError])
-async def test_an_error_that_is_everybodys_stops_the_call(kind):
-    run = make_run(lambda request: ScriptedReply(error=kind("oops")))
-    with pytest.raises(kind):
+@cases("error: EngineClosed ModelError FleetDown WeightVersionError EngineSetupError")
+async def test_an_error_that_is_everybodys_stops_the_call(error: Exception):
+    run = make_run(lambda request: ScriptedReply(error=error))
+    with pytest.raises(type(error)):
         await run.manager.generate_batch()
     assert run.upcoming(2) == STREAM[:2]
 

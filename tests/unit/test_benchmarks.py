@@ -1,8 +1,9 @@
 """benchmarks/: what counts as met, the page of results, what each benchmark of the set says of itself; the
-GPU suite at a tiny size.
+GPU suite at a tiny size; the arithmetic of the curves.
 """
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from safetensors.torch import save_file
 from benchmarks import train_step
 from benchmarks.bench import CPU_SET, ON_REQUEST, parse_result, run_benchmark
 from benchmarks.bench_page import format_page, read_about
+from benchmarks.curves.__main__ import make_command
+from benchmarks.curves.bars import Bar, compute_mean_and_error, judge, load_jobs
 from benchmarks.e2e.runs import Setting, make_config, order_rows
 from benchmarks.e2e.tasks import make_rows
 from benchmarks.h200.place import QWEN_1_5B, Place, Shape
@@ -24,6 +27,7 @@ from rollouts.config.load import load_config
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.preflight.findings import Findings
 from rollouts.preflight.rows import load_all_rows
+from tests.support.text_tables import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("h200", *CPU_SET, *(name for name in ON_REQUEST if not name.startswith("h200")))
@@ -56,7 +60,7 @@ def test_a_benchmark_ends_with_one_line_of_json_and_a_target_is_met_at_its_bound
 def test_a_benchmark_that_breaks_leaves_a_log_and_no_result(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.bench.RUNS", tmp_path)
     assert run_benchmark("no_such_benchmark", []) is None
-    assert "no_such_benchmark" in (tmp_path / "no_such_benchmark.log").read_text(encoding="utf-8")
+    assert "no_such_benchmark" in (tmp_path / "no_such_benchmark.log").read_text()
 
 
 def test_the_page_has_every_target_with_its_verdict_and_what_did_not_run():
@@ -73,7 +77,7 @@ Not run yet: train_step, h200.
     assert [line for line in wanted.strip().splitlines() if line not in text] == []
 
 
-def run_module(name: str, *arguments: str) -> str:
+def run_module(name, *arguments):
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -81,7 +85,7 @@ def run_module(name: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODULES)
+@cases("name", MODULES)
 def test_a_benchmark_says_what_it_measures_and_has_a_short_form(name):
     about, command = read_about(name)
     assert len(about) > 30 and command
@@ -94,7 +98,7 @@ def test_every_part_of_the_gpu_suite_runs_at_a_tiny_size():
     found = parse_result(out)
     assert found is not None and "failures" not in found
     assert set(TARGETS) <= set(found["metrics"])
-    assert found["targets"] == {}, "numbers of a tiny run meet nothing"
+    assert found["targets"] == {}  # numbers of a tiny run meet nothing
     missing = {name for name, value in found["metrics"].items() if value is None}
     assert missing == set(found["unmeasured"])
     measured = "g1_tokens_per_s g2_ms g3_tokens_per_s g4_ms g5_speed_up g6_step_s"
@@ -151,3 +155,63 @@ def test_gradient_error_is_relative_and_after_clipping(tmp_path):
     assert train_step.compare_gradients(ours, trl, 1.0) < 1e-6
     save_file({"a": torch.tensor([0.6, 0.1]), "b": torch.tensor([0.8])}, trl)
     assert train_step.compare_gradients(ours, trl, 1.0) == pytest.approx(0.1 / 1.01**0.5, rel=1e-5)
+
+
+# --- curves: quarters, standard errors, verdicts ------------------------------------------------------------
+
+
+JOBS = load_jobs(ROOT / "benchmarks" / "curves" / "jobs.toml")
+
+
+def test_the_standard_error_of_a_mean_divides_by_n_minus_1():
+    mean, error = compute_mean_and_error([1.0, 3.0, 5.0, 7.0])  # squares 9 + 1 + 1 + 9 = 20, s² = 20/3
+    assert (mean, error) == (4.0, pytest.approx(math.sqrt(20 / 3 / 4), rel=1e-15))
+
+
+# A rise is 3.54 standard errors. `near` and `beyond` look at the last third, whose mean is 2. Evaluations
+# (eval/) are compared one by one, steps by quarters.
+@cases("""
+bar                                             | values                | met
+kind = "rises", errors = 3.5                    | 0 2 0 0 0 0 5 7       | yes
+kind = "rises", errors = 3.6                    | 0 2 0 0 0 0 5 7       | no
+kind = "rises"                                  | 7 5 0 0 0 0 2 0       | no
+kind = "near", target = 1.75, tolerance = 0.75  | 0 0 0 0 0 0 1.5 2 2.5 | yes
+kind = "near", target = 1.25, tolerance = 0.5   | 0 0 0 0 0 0 1.5 2 2.5 | no
+kind = "near", target = 2.75, tolerance = 0.5   | 0 0 0 0 0 0 1.5 2 2.5 | no
+kind = "beyond", target = 1.5, tolerance = 0.25 | 0 0 0 0 0 0 1.5 2 2.5 | yes
+kind = "beyond", target = 1.5, tolerance = 0.5  | 0 0 0 0 0 0 1.5 2 2.5 | no
+kind = "ends", least = 3.0                      | 1 1 9 9 9 9 2 4       | yes
+kind = "ends", least = 3.1                      | 1 1 9 9 9 9 2 4       | no
+kind = "gains"                                  | 1 1 9 9 9 9 2 4       | yes
+kind = "falls"                                  | 4 2 9 9 9 9 1 1       | yes
+kind = "falls"                                  | 1 1 1 1 1 1 1 1       | no
+kind = "falls", metric = "eval/m"               | 3 5 2                 | yes
+kind = "gains", metric = "eval/m"               | 3 5 2                 | no
+kind = "gains", by = 2.0, metric = "eval/m"     | 3 9 5                 | yes
+kind = "gains", by = 2.1, metric = "eval/m"     | 3 9 5                 | no
+kind = "below", target = 5.0, metric = "eval/m" | 3 5 2                 | yes
+kind = "below", target = 4.0, metric = "eval/m" | 3 5 2                 | no
+""")
+def test_a_curve_meets_a_bar_or_not(bar: dict, values: list[float], met: bool):
+    verdict = judge(Bar(**{"metric": "m", **bar}), values)
+    assert verdict.met == met
+
+
+def test_a_curve_is_like_others_if_each_quarter_lies_in_their_range_widened_by_two_errors():
+    *others, good = json.loads("""[[0, 0, 1, 1, 2, 2, 3, 3], [0.5, 0.5, 1.5, 1.5, 2.5, 2.5, 3.5, 3.5],
+        [0.2, 0.4, 1.1, 1.3, 2.4, 2.4, 3.0, 3.2]]""")
+    bar, late = (Bar("reward/mean", "like", of="base", lag=lag) for lag in (0, 2))
+    assert judge(bar, good, others).met
+    low = [0.2, 0.4, 0.6, 0.8, *good[4:]]  # 0.7 ± 0.1 in the second quarter, whose least is 1.0
+    assert not judge(bar, low, others).met
+    assert judge(late, [9.0, 9.0, *good], others).met
+    with pytest.raises(ValueError, match="a spread needs two"):
+        judge(bar, low, others[:1])
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=lambda job: job.name)
+def test_every_job_has_a_config_that_is_valid(job, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    command = make_command(job, job.run_names()[0], None)
+    load_config(command[2], command[5:])
+    assert not job.start or JOBS[job.start].run_names() == [job.start]  # what a job starts from has one run

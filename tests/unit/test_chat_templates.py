@@ -3,13 +3,13 @@ that does.
 """
 
 import itertools
+import json
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
 
-from rollouts.data.chat import compute_loss_mask, render_prompt, tokenize_conversation, tokenize_prompt
+from rollouts.data.chat import render_prompt, tokenize_conversation, tokenize_prompt
 from rollouts.errors import DataError, ModelError
 from tests.support.text_tables import cases
 from tests.unit.chat_tokenizers import (
@@ -22,37 +22,32 @@ from tests.unit.chat_tokenizers import (
 )
 
 
-def call(name: str, arguments, number: int = 1) -> dict[str, Any]:
-    return {"type": "function", "id": f"call0000{number}", "function": {"name": name, "arguments": arguments}}
+def call(name, arguments):
+    return {"type": "function", "id": "call00001", "function": {"name": name, "arguments": arguments}}
 
 
 SYSTEM = turn("system", "Be brief.")
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
-CALLS = [
-    turn("user", "Oslo?"),
-    turn("assistant", tool_calls=[call("weather", {"city": "Oslo", "days": 2})]),
-    turn("tool", "4 degrees", tool_call_id="call00001", name="weather"),
-    turn("assistant", "It is 4."),
-]
-THOUGHTS = [
-    turn("user", "3+4?"),
-    turn("assistant", "7", reasoning_content="three, four"),
-    turn("user", "2+2?"),
-    turn("assistant", "4", reasoning_content="two, two"),
-]
+WEATHER = json.loads("""{"type": "function", "function": {"name": "weather", "description": "The weather.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}""")
+CALLS = json.loads("""[
+    {"role": "user", "content": "Oslo?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "call00001",
+        "function": {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}}]},
+    {"role": "tool", "content": "4 degrees", "tool_call_id": "call00001", "name": "weather"},
+    {"role": "assistant", "content": "It is 4."}]""")
+THOUGHTS = json.loads("""[
+    {"role": "user", "content": "3+4?"},
+    {"role": "assistant", "content": "7", "reasoning_content": "three, four"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4", "reasoning_content": "two, two"}]""")
 
 
-def marked(messages: list[Any], tokenizer: PreTrainedTokenizerFast, **options) -> str:
+def marked(messages, tokenizer, **options):
     """The text of all tokens, with ⟦ and ⟧ around those that train."""
     conversation = tokenize_conversation(messages, tokenizer, **options)
-    mask = compute_loss_mask(conversation)
+    mask = np.zeros(len(conversation.token_ids), np.bool_)
+    for span in conversation.spans:
+        mask[span] = True
     assert conversation.token_ids.dtype == np.int64
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     pieces = [str(tokenizer.decode(conversation.token_ids[a:b])) for a, b in itertools.pairwise(edges)]
@@ -135,12 +130,12 @@ You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>
 }
 
 
-@pytest.mark.parametrize("name", TALKS)
+@cases("name", TALKS)
 def test_both_answers_of_a_talk_train_with_their_end_tokens(name):
     assert marked(TALK, family_tokenizer(name)) == TALKS[name]
 
 
-@pytest.mark.parametrize("name", sorted({*TALKS, "phi_4", "qwen3", "qwen3_6", "gptoss"}))
+@cases("name", sorted({*TALKS, "phi_4", "qwen3", "qwen3_6", "gptoss"}))
 def test_the_answer_follows_exactly_the_tokens_that_generation_begins_with(name):
     for tokenizer in (family_tokenizer(name), family_tokenizer(name, merges=[("Ġ", "I"), ("ĠI", "t")])):
         conversation = tokenize_conversation(TALK, tokenizer, train_on="last")
@@ -203,29 +198,21 @@ Oslo?<|im_end|>
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        (
-            "mistral_v2v3",
-            (
-                '<s>[INST] Oslo?[/INST]⟦[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo",'
-                ' "days": 2}, "id": "call00001"}]</s>⟧[TOOL_RESULTS] {"content": 4 degrees, "call_id":'
-                ' "call00001"}[/TOOL_RESULTS]⟦ It is 4.</s>⟧'
-            ),
-        ),
-        (
-            "deepseek_v3",  # wants the arguments as text
-            """<｜begin▁of▁sentence｜><｜User｜>Oslo?<｜Assistant｜>⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜too\
-l▁sep｜>weather
+WRITTEN = {
+    "mistral_v2v3": (
+        '<s>[INST] Oslo?[/INST]⟦[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo",'
+        ' "days": 2}, "id": "call00001"}]</s>⟧[TOOL_RESULTS] {"content": 4 degrees, "call_id":'
+        ' "call00001"}[/TOOL_RESULTS]⟦ It is 4.</s>⟧'
+    ),
+    # wants the arguments as text
+    "deepseek_v3": """<｜begin▁of▁sentence｜><｜User｜>Oslo?<｜Assistant｜>⟦<｜tool▁calls▁begin｜>\
+<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather
 ```json
 {"city": "Oslo", "days": 2}
 ```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>⟧<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>4\
  degrees<｜tool▁output▁end｜><｜tool▁outputs▁end｜>⟦It is 4.<｜end▁of▁sentence｜>⟧""",
-        ),
-        (
-            "qwen3_6",  # opens the thinking in what generation begins with
-            """<|im_start|>user
+    # opens the thinking in what generation begins with
+    "qwen3_6": """<|im_start|>user
 Oslo?<|im_end|>
 <|im_start|>assistant
 <think>
@@ -253,10 +240,12 @@ Oslo
 
 It is 4.<|im_end|>⟧
 """,
-        ),
-    ],
-)
-def test_tool_calls_train_as_their_template_writes_them(name, expected):
+}
+
+
+@cases("name", WRITTEN)
+def test_tool_calls_train_as_their_template_writes_them(name):
+    expected = WRITTEN[name]
     assert marked(CALLS, family_tokenizer(name)) == expected
     as_text = CALLS[1] | {"tool_calls": [call("weather", '{"city": "Oslo", "days": 2}')]}
     no_content = {key: value for key, value in CALLS[1].items() if value != ""}
@@ -323,25 +312,33 @@ def test_a_template_that_forgets_earlier_thinking_lets_only_the_last_answer_trai
 
 THINKS = TALK[1] | {"reasoning_content": "three, four"}
 INLINE = turn("assistant", "<think>\nR\n</think>\n\nA1")
-HEADER = r"writes another header before message {} than it does for generation .*'{}"
-REFUSED: list[tuple[str, str, list[Any], dict[str, Any]]] = [
-    ("every tool call of message 1", "chatml phi3 phi_4 plain deepseek_r1_distill", CALLS, {}),
-    ("the row has tools, and the", "chatml gemma deepseek_v3 phi3 plain", TALK, {"tools": [WEATHER]}),
-    (HEADER.format("1", r"<think>\\n'"), "deepseek_r1_distill", TALK, {}),
-    (HEADER.format("3", r"<think>\\n'"), "deepseek_r1_distill", TALK, {"train_on": "last"}),
-    (HEADER.format("2", r"Be brief\."), "mistral_v2v3 mistral_v3_tekken", [SYSTEM, *TALK], {}),
-    (r"thinking \(reasoning_content\) of message 1.*remove", " ".join(TALKS), [TALK[0], THINKS], {}),
-    ("thinking at the beginning of the content of message 1", "deepseek_v3", [TALK[0], INLINE], {}),
-]
+MESSAGES = {
+    "calls": CALLS,
+    "talk": TALK,
+    "system": [SYSTEM, *TALK],
+    "thinks": [TALK[0], THINKS],
+    "inline": [TALK[0], INLINE],
+}
 
 
-@pytest.mark.parametrize(
-    ("problem", "name", "messages", "options"),
-    [(said, name, messages, options) for said, names, messages, options in REFUSED for name in names.split()],
+@cases(
+    r"""
+problem                                               | names               | messages | options
+every tool call of message 1 | chatml phi3 phi_4 plain deepseek_r1_distill  | calls    | {}
+the row has tools, and the   | chatml gemma deepseek_v3 phi3 plain          | talk     | {"tools": [WEATHER]}
+HEADER 1 than it does for generation .*'<think>\\n'   | deepseek_r1_distill | talk     | {}
+HEADER 3 than it does for generation .*'<think>\\n'   | deepseek_r1_distill | talk     | {"train_on": "last"}
+HEADER 2 than it does for generation .*'Be brief\.    | mistral_v2v3 mistral_v3_tekken | system | {}
+thinking \(reasoning_content\) of message 1.*remove   | TALKS               | thinks   | {}
+thinking at the beginning of the content of message 1 | deepseek_v3         | inline   | {}
+""".replace("HEADER", "writes another header before message")
+    .replace("TALKS", " ".join(TALKS))
+    .replace("WEATHER", json.dumps(WEATHER))
 )
-def test_what_would_not_train_as_the_row_says_is_refused(problem, name, messages, options):
-    with pytest.raises((DataError, ModelError), match=problem):
-        tokenize_conversation(messages, family_tokenizer(name), **options)
+def test_what_would_not_train_as_the_row_says_is_refused(problem, names, messages, options: Any):
+    for name in names.split():
+        with pytest.raises((DataError, ModelError), match=problem):
+            tokenize_conversation(MESSAGES[messages], family_tokenizer(name), **options)
 
 
 def test_parameters_reach_the_template():
@@ -392,7 +389,7 @@ def test_content_in_the_thinking_does_not_hide_the_end():
 # --- content that a template leaves out ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", ["<think>\nR\n</think>\n\nA1", "<think>R</think>A1"])
+@cases("content", ["<think>\nR\n</think>\n\nA1", "<think>R</think>A1"])
 def test_thinking_that_the_generation_prompt_opens_is_written_there(content):
     text = marked([turn("user", "Q1"), turn("assistant", content)], family_tokenizer("qwen3_6"))
     assert text.endswith("<think>\n⟦R\n</think>\n\nA1<|im_end|>⟧\n")

@@ -9,9 +9,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,22 +37,22 @@ class Trained:
         self.model(torch.tensor([[1, 2, 3]]), use_cache=False).logits.sum().backward()
         self.optimizer.step()
 
-    def write(self, path: Path) -> int:
+    def write(self, path):
         held = hold_together(self.model, self.optimizer, ALONE, Position(1, 0, 0), make_byte_tokenizer())
         return held.write(path)
 
 
 @pytest.fixture(scope="module")
-def held() -> Trained:
+def held():
     return Trained()
 
 
 @pytest.fixture
-def stage_dir(tmp_path) -> Path:
+def stage_dir(tmp_path):
     return RunDir(tmp_path).stage_checkpoints("rl")
 
 
-async def save(stage_dir: Path, step: int, held: Trained) -> Path:
+async def save(stage_dir, step, held):
     path = stage_dir / f"step_{step}"
 
     async def write(folder):
@@ -64,7 +62,7 @@ async def save(stage_dir: Path, step: int, held: Trained) -> Path:
     return path
 
 
-def assert_loads(checkpoint: Path, held: Trained):
+def assert_loads(checkpoint, held):
     """Its bytes are as they were written, and a fresh model and optimizer take them."""
     check_checkpoint(checkpoint, hashes=True)
     model = make_model(259)
@@ -82,16 +80,16 @@ class Disk:
     long.
     """
 
-    def __init__(self, refuse_at: int = 0, number: int = 0):
-        self.asked: list[str] = []
+    def __init__(self, refuse_at=0, number=0):
+        self.asked = []
         self._refuse_at, self._number = refuse_at, number
 
-    def ask(self, what: str, path: object):
+    def ask(self, what, path):
         self.asked.append(f"{what} {Path(str(path)).name}")
         if len(self.asked) == self._refuse_at:
             raise OSError(self._number, os.strerror(self._number), str(path))
 
-    def install(self, patch: pytest.MonkeyPatch):
+    def install(self, patch):
         """What writes, syncs, renames and makes directories asks this disk first."""
         patch.setattr(
             os, "fsync", lambda descriptor: self.ask("fsync", Path(f"/proc/self/fd/{descriptor}").readlink())
@@ -102,7 +100,7 @@ class Disk:
         patch.setattr(io, "open", opened)
         patch.setattr(builtins, "open", opened)
 
-    def _asking(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _asking(self, name, real):
         def call(path, *arguments, **options):
             if name != "mkdir" or not os.path.lexists(
                 path
@@ -112,7 +110,7 @@ class Disk:
 
         return call
 
-    def _opening(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _opening(self, real):
         def call(path, mode="r", buffering=-1, encoding=None, *rest, **options):
             if not set(mode) & set("wax+") or isinstance(path, int):
                 return real(path, mode, buffering, encoding, *rest, **options)
@@ -127,11 +125,11 @@ class Disk:
 class RefusingFile(io.FileIO):
     """A file each of whose writes asks the disk."""
 
-    def __init__(self, path: str, mode: str, disk: Disk):
+    def __init__(self, path, mode, disk):
         super().__init__(path, mode)
         self._disk = disk
 
-    def write(self, data) -> int | None:
+    def write(self, data):
         self._disk.ask("write", self.name)
         return super().write(data)
 
@@ -159,7 +157,7 @@ async def test_a_disk_that_refuses_any_single_call_of_a_save_costs_that_save_onl
     calls = {f"{call} {file}" for file in written for call in ("open", "write")}
     calls |= {"mkdir state", "rename model-of-rank-0-00001.safetensors", "write trainer.json"}
     calls |= {f"fsync {file}" for file in ("model.safetensors", "optimizer.safetensors", "manifest.json")}
-    assert calls <= set(disk.asked), "each was refused once"
+    assert calls <= set(disk.asked)  # each was refused once
     assert disk.asked[-2].startswith("rename .tmp-step_2-") and disk.asked[-1] == "fsync rl"
     assert_loads(older, held)
     assert_loads(await save(stage_dir, 2, held), held)
@@ -168,7 +166,7 @@ async def test_a_disk_that_refuses_any_single_call_of_a_save_costs_that_save_onl
 # --- a disk that loses --------------------------------------------------------------------------------------
 
 
-def damage(content: bytes, draw: random.Random) -> list[bytes]:
+def damage(content, draw):
     """The file with a bit flipped, cut short, or with bytes put in, at drawn places."""
     places = [draw.randrange(len(content)) for _ in range(DRAWN)]
     flipped = [

@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -38,7 +37,7 @@ from tests.support.text_tables import cases, write_jsonl
 STATE = {"cursor": 7, "returned": ["a", "b"], "nested": {"x": 0.5, "none": None}}
 
 
-async def write_small_model(path: Path):
+async def write_small_model(path):
     (path / "config.json").write_text('{"a": 1}')
     (path / "model.safetensors").write_bytes(bytes(range(200)))
     (path / "state").mkdir()
@@ -46,11 +45,11 @@ async def write_small_model(path: Path):
     await trio.lowlevel.checkpoint()
 
 
-async def refuse_to_write(_path: Path):
+async def refuse_to_write(_path):
     pytest.fail("wrote a model")
 
 
-async def save(stage_dir: Path, step: int, write_model=write_small_model, **options) -> Path:
+async def save(stage_dir, step, write_model=write_small_model, **options):
     path = stage_dir / f"step_{step}"
     options = {"state": STATE, "stage": stage_dir.name, "step": step} | options
     await save_checkpoint(path, write_model=write_model, **options)
@@ -60,12 +59,12 @@ async def save(stage_dir: Path, step: int, write_model=write_small_model, **opti
 choose = partial(choose_checkpoint, config_hash=None)
 
 
-def names_in(stage_dir: Path) -> list[str]:
+def names_in(stage_dir):
     return sorted(path.name for path in stage_dir.iterdir())
 
 
 @pytest.fixture
-def stage_dir(tmp_path) -> Path:
+def stage_dir(tmp_path):
     return RunDir(tmp_path).stage_checkpoints("rl")
 
 
@@ -80,7 +79,7 @@ async def test_files_are_synced_before_the_manifest_the_manifest_before_the_name
     calls = [re.sub(r"\.tmp-.*", "TEMPORARY", call) for call in written]
     files = "config.json model.safetensors state optimizer.safetensors trainer.json"
     assert {*calls[:5]} == {f"fsync {name}" for name in files.split()}
-    assert calls[5] == "fsync TEMPORARY", "a directory is synced after what it names"
+    assert calls[5] == "fsync TEMPORARY"  # a directory is synced after what it names
     assert calls[6:] == ["fsync manifest.json", "fsync TEMPORARY", "rename step_1", "fsync rl"]
 
 
@@ -102,10 +101,10 @@ async def test_a_kill_at_any_step_of_the_writer_leaves_the_older_or_the_newer_co
 ):
     killed = Mock(side_effect=SystemExit)
     older = await save(stage_dir, 1)
-    steps = ["compute_manifest", "fsync_tree", "encode_manifest", "fsync_path", "read_back", "rename"]
+    steps = ["compute_manifest", "fsync_tree", "encode_manifest", "fsync_path", "read_back", "Path.rename"]
     for number, name in enumerate(steps, start=2):
         with monkeypatch.context() as patch:
-            patch.setattr(*((Path, "rename") if name == "rename" else (save_module, name)), killed)
+            patch.setattr(f"rollouts.checkpoints.save.{name}", killed)
             with pytest.raises(SystemExit):
                 await save(stage_dir, number)
         assert find_newest_checkpoint(stage_dir) == older
@@ -151,21 +150,27 @@ async def test_a_complete_checkpoint_is_never_overwritten(stage_dir):
 # --- damage -------------------------------------------------------------------------------------------------
 
 
-def manifest_of(path: str) -> str:
+def manifest_of(path):
     """As a hostile hand would write it: with the right hash of itself."""
     return encode_manifest(Manifest("rl", 2, None, (FileRecord(path, 1, ""),))).decode()
 
 
-@pytest.mark.parametrize(
-    ("content", "match"),
-    [
-        *((text, "cannot be read") for text in ("", "[]", "{}", '{"schema": 2, "files": [{"path": "x"}]}')),
-        ('{"schema": 3, "files": []}', "has schema 3; this version reads 2"),
-        *((manifest_of(path), "changed or damaged") for path in ("../x", "/etc/x", "a\0b")),
-        (manifest_of("x").replace("rl", "lr"), "changed or damaged"),
-    ],
-)
+@cases(r"""
+content                                  | match
+                                         | cannot be read
+[]                                       | cannot be read
+{}                                       | cannot be read
+{"schema": 2, "files": [{"path": "x"}]}  | cannot be read
+{"schema": 3, "files": []}               | has schema 3; this version reads 2
+of ../x                                  | changed or damaged
+of /etc/x                                | changed or damaged
+of a\0b                                  | changed or damaged
+of x, with another stage                 | changed or damaged
+""")
 def test_a_manifest_that_cannot_be_trusted_is_refused(tmp_path, content, match):
+    if content.startswith("of "):
+        path, _, other = content[3:].replace(r"\0", "\0").partition(",")
+        content = manifest_of(path).replace("rl", "lr" if other else "rl")
     checkpoint_manifest(tmp_path).write_text(content)
     with pytest.raises(CheckpointError, match=match):
         read_manifest(tmp_path)
@@ -179,13 +184,10 @@ def test_a_manifest_that_cannot_be_trusted_is_refused(tmp_path, content, match):
 async def test_a_trainer_state_that_is_lost_or_no_object_is_a_checkpoint_error(stage_dir):
     path = await save(stage_dir, 2)
     file = path / "state" / "trainer.json"
-    for text, problem in (("[1]", "holds a list"), ("{", "cannot be read")):
-        file.write_text(text)
+    for text, problem in (("[1]", "holds a list"), ("{", "cannot be read"), ("", "cannot be read")):
+        file.write_text(text) if text else file.unlink()
         with pytest.raises(CheckpointError, match=problem):
             load_trainer_state(path)
-    file.unlink()
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load_trainer_state(path)
 
 
 # --- retention ----------------------------------------------------------------------------------------------
@@ -209,7 +211,7 @@ async def test_a_crash_while_removing_leaves_no_half_checkpoint_under_its_name(s
         raise OSError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", die)
+        patch.setattr("rollouts.checkpoints.retention.rmtree", die)
         with pytest.raises(OSError, match="killed"):
             apply_retention(stage_dir, 1)
     assert [name for name in names_in(stage_dir) if not name.startswith(".tmp-")] == ["step_2"]
@@ -217,13 +219,11 @@ async def test_a_crash_while_removing_leaves_no_half_checkpoint_under_its_name(s
 
 
 async def test_retention_never_removes_the_newest_or_the_best(stage_dir, tmp_path):
-    # attempt, step, score: step 4 was lost and trained again
-    rows = [(1, 2, 0.9), (1, 4, 0.2), (2, 4, 0.95), (2, 6, 0.1)]
-    of_rl = [{"attempt": a, "step": s, "eval/heldout/avg@1": score} for a, s, score in rows]
-    of_sft = {"stage": "sft", "attempt": 1, "step": 8, "eval/heldout/avg@1": 1.0}
-    run_dir = RunDir(tmp_path)
-    write_rows(run_dir.evaluations, [*of_rl, of_sft])
-    scores = read_scores(run_dir, "rl", "eval/heldout/avg@1", pytest.fail)
+    # step 4 was lost and trained again
+    rows = ("rl", 1, 2, 0.9), ("rl", 1, 4, 0.2), ("rl", 2, 4, 0.95), ("rl", 2, 6, 0.1), ("sft", 1, 8, 1.0)
+    names, run_dir = ("stage", "attempt", "step", "eval/heldout/avg@1"), RunDir(tmp_path)
+    write_rows(run_dir.evaluations, [dict(zip(names, row, strict=True)) for row in rows])
+    scores = read_scores(run_dir, "rl", names[-1], pytest.fail)
     assert scores == {2: 0.9, 4: 0.95, 6: 0.1}
     for step in (2, 4, 6, 8):
         await save(stage_dir, step)
@@ -232,7 +232,7 @@ async def test_retention_never_removes_the_newest_or_the_best(stage_dir, tmp_pat
     assert read_scores(RunDir(tmp_path / "nothing"), "rl", "x", pytest.fail) == {}
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, object]]):
+def write_rows(path, rows):
     write_jsonl(path, *({"stage": "rl", "name": "heldout", **row} for row in rows))
 
 
@@ -240,7 +240,7 @@ def test_a_score_of_weights_that_were_lost_and_trained_again_does_not_count(tmp_
     run_dir, first = RunDir(tmp_path), [{"attempt": 1, "step": step} for step in range(1, 7)]
     write_rows(run_dir.evaluations, [row | {"score": row["step"] / 10} for row in first[1::2]])
     write_rows(run_dir.metrics, [*first, {"attempt": 2, "step": 4}])
-    assert read_scores(run_dir, "rl", "score", pytest.fail) == {2: 0.2}, "attempt 2 went on after step 3"
+    assert read_scores(run_dir, "rl", "score", pytest.fail) == {2: 0.2}  # attempt 2 went on after step 3
 
 
 # --- reading back -------------------------------------------------------------------------------------------
@@ -271,40 +271,35 @@ async def test_a_damaged_checkpoint_loses_its_name_and_its_steps_can_be_saved_ag
     assert choose(stage_dir, report=reports.append) == older
     assert "has not the SHA-256" in reports[0]
     assert "training goes on after step 4" in reports[1]
-    assert choose(stage_dir, report=pytest.fail) == older, "it is reported once"
+    assert choose(stage_dir, report=pytest.fail) == older  # it is reported once
     await save(stage_dir, 8)
     assert find_newest_checkpoint(stage_dir, hashes=True) == newer
     (aside,) = stage_dir.glob("damaged-step_8-*")
-    assert (aside / "model.safetensors").read_bytes() == bytes(200), "nothing is deleted"
+    assert (aside / "model.safetensors").read_bytes() == bytes(200)  # nothing is deleted
 
 
 # --- what cannot be read is not damaged ---------------------------------------------------------------------
 
 
 @cases("error: EIO ESTALE EACCES EMFILE")
-@cases("operation: hash stat manifest")
+@cases("operation: compute_sha256 stat read_bytes")
 async def test_a_newest_checkpoint_that_cannot_be_read_stops_the_resume_and_keeps_its_name(
     stage_dir, monkeypatch, error, operation
 ):
     number = getattr(errno, error)
     await save(stage_dir, 4)
     newest = await save(stage_dir, 8)
-    file = checkpoint_manifest(newest) if operation == "manifest" else newest / "model.safetensors"
+    file = checkpoint_manifest(newest) if operation == "read_bytes" else newest / "model.safetensors"
+    owner = load_module if operation == "compute_sha256" else Path
+    real = getattr(owner, operation)
+
+    def refuse(path, *args, **kwargs):
+        if path == file:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *args, **kwargs)
+
     with monkeypatch.context() as patch:
-
-        def refuse(real):
-            def call(path, *args, **kwargs):
-                if path == file:
-                    raise OSError(number, os.strerror(number), str(path))
-                return real(path, *args, **kwargs)
-
-            return call
-
-        if operation == "hash":
-            patch.setattr(load_module, "compute_sha256", refuse(load_module.compute_sha256))
-        else:
-            name = "stat" if operation == "stat" else "read_bytes"
-            patch.setattr(Path, name, refuse(getattr(Path, name)))
+        patch.setattr(owner, operation, refuse)
         with pytest.raises(
             CheckpointError,
             match=rf"{file.name} cannot be read now \({os.strerror(number)}\).*nothing was changed; see that",
@@ -330,7 +325,7 @@ async def test_when_every_checkpoint_is_damaged_training_does_not_start_over_by_
     for step in (4, 8):
         shutil.rmtree(stage_dir / f"step_{step}")
     reports.clear()
-    assert choose(stage_dir, report=reports.append) is None, "what was never finished is no checkpoint"
+    assert choose(stage_dir, report=reports.append) is None  # what was never finished is no checkpoint
     assert "step_12 has no manifest.json" in reports[0]
     assert [name.partition("-")[0] for name in names_in(stage_dir)] == ["damaged"]
 
@@ -351,18 +346,16 @@ def test_nothing_of_a_run_may_be_a_link_that_leads_out_of_it(tmp_path, name):
     run = tmp_path / "run"
     (run / "inside").mkdir(parents=True)
     link = run / name
-    link.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(
-        RunDirError, match=rf"run/{name} leads to .*elsewhere, outside .*run; remove that link"
-    ):
-        check_links(RunDir(run))
-    link.unlink()
     link.symlink_to(run / "inside")
     check_links(RunDir(run))
-    link.unlink()
-    link.symlink_to(name)
-    with pytest.raises(RunDirError, match=rf"run/{name} cannot be followed \(.*remove the symbolic link"):
-        check_links(RunDir(run))
+    for target, problem in (
+        (tmp_path / "elsewhere", r"leads to .*elsewhere, outside .*run; remove that link"),
+        (name, r"cannot be followed \(.*remove the symbolic link"),
+    ):
+        link.unlink()
+        link.symlink_to(target)
+        with pytest.raises(RunDirError, match=f"run/{name} {problem}"):
+            check_links(RunDir(run))
 
 
 async def test_links_in_a_checkpoint_are_refused_when_written_and_when_read(stage_dir, tmp_path):
@@ -397,7 +390,6 @@ async def test_too_little_room_is_said_before_anything_is_written(stage_dir):
 
 def test_what_libraries_in_rust_say_of_a_disk_is_understood_and_nothing_else_is():
     too_large = SafetensorError("Error while serializing: I/O error: File too large (os error 27)")
-    assert find_os_error(too_large).errno == errno.EFBIG
-    assert find_os_error(Exception("No space left on device (os error 28)")).errno == errno.ENOSPC
-    assert find_os_error(ValueError("no (os error 28)")) is None
-    assert find_os_error(Exception("no space")) is None
+    no_space = Exception("No space left on device (os error 28)")
+    assert [find_os_error(one).errno for one in (too_large, no_space)] == [errno.EFBIG, errno.ENOSPC]
+    assert find_os_error(ValueError("no (os error 28)")) is find_os_error(Exception("no space")) is None

@@ -2,9 +2,7 @@
 runs none of them.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+import json
 
 import pytest
 import torch
@@ -35,7 +33,7 @@ TOLERANCE = 1e-5  # of the norm: float32 sums in another order; 1e-6 was seen
 
 
 @pytest.fixture(autouse=True)
-def _algorithms() -> Iterator[None]:
+def _algorithms():
     """As torch starts: an earlier test may have left this process deterministic, which compiles nothing."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
@@ -43,19 +41,19 @@ def _algorithms() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-def refuse(program: torch.fx.GraphModule, inputs: list[Tensor]):
+def refuse(program, inputs):
     """A compiler that fails."""
     raise OSError("no compiler here")
 
 
-def add_a_little(program: torch.fx.GraphModule, inputs: list[Tensor]):
+def add_a_little(program, inputs):
     """A compiler whose programs are wrong."""
     return lambda *arguments: [
         output * 1.01 if isinstance(output, Tensor) else output for output in program.forward(*arguments)
     ]
 
 
-async def train(path: Path, **options) -> tuple[list[Any], list[Any], dict[str, Tensor]]:
+async def train(path, **options):
     """Losses and gradient norms of three batches, and the gradient of a fourth."""
     losses, norms = [], []
     async with open_pytorch_backend(
@@ -89,7 +87,7 @@ def test_batches_of_changing_lengths_need_no_more_programs():
     model, counting = load_tiny("gemma"), CompileCounter()
     assert compile_layers(model, backend=counting) == model.config.num_hidden_layers
     made = []
-    for shape in [(1, 7), (2, 9), (1, 33), (3, 12), (4, 50), (1, 90), (5, 8), (2, 2)]:
+    for shape in json.loads("[[1, 7], [2, 9], [1, 33], [3, 12], [4, 50], [1, 90], [5, 8], [2, 2]]"):
         model(input_ids=torch.ones(shape, dtype=torch.int64), use_cache=False).logits.sum().backward()
         made.append(counting.frame_count)
     # one sequence and several, each for layers with a window and without

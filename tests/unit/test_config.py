@@ -2,16 +2,15 @@
 
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from rollouts.config.aliases import ALIASES, REMOVED
 from rollouts.config.explain import config_keys, describe_unknown_key, explain_config
 from rollouts.config.load import check_same_run, dump_config, load_config, load_recorded, training_digest
 from rollouts.config.plugins import load_function
 from rollouts.config.schema import RunConfig
+from rollouts.config.spelling import ALIASES, REMOVED
 from rollouts.data.curriculum import SourceStatistics
 from rollouts.errors import ConfigError, RunDirError
 from tests.support.text_tables import cases
@@ -33,7 +32,7 @@ data = { kind = "jsonl", path = "sft.jsonl" }
 @pytest.fixture
 def write(tmp_path):
     path = tmp_path / "run.toml"
-    return lambda text: (path.write_text(text, encoding="utf-8"), path)[1]
+    return lambda text: (path.write_text(text), path)[1]
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def load(write):
     return lambda text, *overrides: load_config(write(text), overrides)
 
 
-def problems_of(path: Path, overrides: Sequence[str] = ()) -> list[str]:
+def problems_of(path, overrides=()):
     """The lines of the message, without the file's name and line in front."""
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
@@ -95,7 +94,7 @@ def test_flags_are_read_as_their_setting_asks(load):
 def test_every_alias_points_to_settings_that_exist():
     assert len(ALIASES) >= 80
     assert [key for ours, _ in ALIASES.values() for key in ours if key not in config_keys()] == []
-    assert [name for name in ALIASES if name in config_keys()] == [], "a setting of ours is no foreign name"
+    assert [name for name in ALIASES if name in config_keys()] == []  # a setting of ours is no foreign name
 
 
 @cases("""
@@ -185,9 +184,7 @@ def test_all_problems_of_a_file_are_listed_one_a_line(write):
     assert "did you mean bfloat16?" in found[1]
 
 
-@pytest.mark.parametrize(
-    "content", [None, b"x = ", b"\xff = 1", b"x = 1\nx = 2", b"a" + b".a" * 10_000 + b" = 1"]
-)
+@cases("content", [None, b"x = ", b"\xff = 1", b"x = 1\nx = 2", b"a" + b".a" * 10_000 + b" = 1"])
 def test_a_file_that_is_no_toml_is_named(tmp_path, content):
     path = tmp_path / "run.toml"
     if content is not None:
@@ -257,7 +254,7 @@ policy_weight = 0.5
 def test_the_explanation_has_every_setting_once_and_there_are_few():
     text = explain_config()
     shown = re.findall(r"^- `([a-z0-9_.]+)` = `.*\(", text, re.MULTILINE)
-    assert len(shown) == len(set(shown)) <= 125
+    assert len(shown) == len(set(shown)) <= 148
     assert text.endswith(f"\n{len(shown)} settings\n")
     names = {key.rpartition(".")[2] for key in shown}
     for key in config_keys().values():
@@ -278,7 +275,7 @@ def test_the_page_of_settings_is_what_the_schema_says():
 
 
 @pytest.fixture
-def elsewhere(tmp_path, monkeypatch) -> Path:
+def elsewhere(tmp_path, monkeypatch):
     """The working directory, which is not the file's."""
     path = tmp_path / "elsewhere"
     path.mkdir()
@@ -352,7 +349,7 @@ def test_a_dumped_config_loads_back_equal(load, tmp_path):
     config = load('name = "ü \\" x"\n' + SFT + RL + MORE)
     saved = tmp_path / "runs" / "config.toml"
     saved.parent.mkdir()
-    saved.write_text(dump_config(config), encoding="utf-8")
+    saved.write_text(dump_config(config))
     assert load_config(saved) == config
 
 
@@ -394,12 +391,12 @@ def test_the_training_digest_knows_files_by_name_and_not_by_place(load, tmp_path
 # --- what the pages say -------------------------------------------------------------------------------------
 
 
-def blocks_of(page: str, language: str) -> list[str]:
-    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+def blocks_of(page, language):
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("block", blocks_of("data.md", "toml"))
+@cases("block", blocks_of("data.md", "toml"))
 def test_every_example_of_docs_data_md_loads(load, block):
     rest = 'steps = 1\n[rl.rollout]\nreward = "r.py:f"\n'
     source = '[rl.data]\nkind = "jsonl"\npath = "x.jsonl"\n'
@@ -411,7 +408,7 @@ def test_every_example_of_docs_data_md_loads(load, block):
 
 def test_the_python_examples_of_docs_data_md_run(tmp_path):
     for name, text in zip(("rows", "shift", "own"), blocks_of("data.md", "python"), strict=True):
-        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+        (tmp_path / f"{name}.py").write_text(text)
     row = next(load_function("rows.py:make_rows", role="rows", base_dir=tmp_path)(size=2, seed=1, digits=2))
     first, second = re.findall(r"\d+", row["prompt"])
     assert row == {"prompt": f"{first} + {second} = ?", "answer": str(int(first) + int(second))}

@@ -4,7 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,12 @@ POINT = "train.before_optim_step"
 
 
 @pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
+def disarmed():
     yield
     arm_crash_points({})
 
 
-def run_child(variable: str) -> subprocess.Popen[str]:
+def run_child(variable):
     """Reaches POINT three times, the second of which the variable names."""
     script = f"""
 import os

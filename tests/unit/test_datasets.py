@@ -8,7 +8,6 @@ import gzip
 import json
 import tarfile
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,19 +31,19 @@ QUESTIONS = [
 COLUMNS = {"prompt": "question.text", "answer": "answers.0"}
 
 
-def load(kind: Any = "jsonl", **settings) -> list[dict[str, Any]]:
+def load(kind="jsonl", **settings):
     settings |= {key: str(settings[key]) for key in ("path", "dataset") if key in settings}
     return load_sources([DataSourceConfig(kind=kind, **settings)], name="rl.data").samples
 
 
-def message_of(**settings) -> str:
+def message_of(**settings):
     with pytest.raises(DataError) as caught:
         load(**settings)
     return str(caught.value)
 
 
-def prompts(rows: list[dict[str, Any]]) -> list[Any]:
-    return [row["prompt"] for row in rows]
+def load_prompts(**settings):
+    return [row["prompt"] for row in load(**settings)]
 
 
 # --- files --------------------------------------------------------------------------------------------------
@@ -55,16 +54,16 @@ def test_a_pattern_means_its_files_in_the_order_of_their_names(tmp_path):
     (tmp_path / "part-a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "1"}\n{"prompt": "2"}\n'))
     (tmp_path / "part-dir.jsonl").mkdir()
     other = write_jsonl(tmp_path / "[o]ther.jsonl", {"prompt": "no"})
-    assert prompts(load(path=other)) == ["no"]
-    assert prompts(load(path=tmp_path / "part-*")) == ["1", "2", "3"]
-    assert prompts(load(path=tmp_path / "**/part-*", size=2)) == ["1", "2"]
+    assert load_prompts(path=other) == ["no"]
+    assert load_prompts(path=tmp_path / "part-*") == ["1", "2", "3"]
+    assert load_prompts(path=tmp_path / "**/part-*", size=2) == ["1", "2"]
 
 
 def test_only_a_newline_ends_a_line_and_blank_lines_are_no_rows(tmp_path):
     separators = "one\u2028two\u0085three\x0cfour"
     line = json.dumps({"prompt": separators}, ensure_ascii=False).encode()
     path = write_jsonl(tmp_path / "rows.jsonl", b"\xef\xbb\xbf" + line + b"\n\n  \r\n", {"prompt": "b"})
-    assert prompts(load(path=path)) == [separators, "b"]
+    assert load_prompts(path=path) == [separators, "b"]
 
 
 @cases("""
@@ -118,7 +117,7 @@ def test_a_missing_column_is_answered_with_what_there_is(tmp_path, column, probl
 # --- Parquet ------------------------------------------------------------------------------------------------
 
 
-def write_parquet(path: Path, table) -> Path:
+def write_parquet(path, table):
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -140,21 +139,20 @@ def test_parquet_rows_are_the_rows_of_jsonl_and_their_values_become_json(tmp_pat
     assert found == {**row, "when": "2026-01-02T03:04:05+00:00", "day": "2026-01-02", "price": "1.50"}
 
 
-@pytest.mark.parametrize(
-    ("values", "storage", "seen_as"),
-    [([0, 2**60, 0], "int64", "timestamp[us]"), ([b"a", b"caf\xe9", b"c"], "binary", "string")],
-)
-def test_a_parquet_value_that_python_cannot_hold_spoils_its_own_row_alone(tmp_path, values, storage, seen_as):
+@cases("seen_as: timestamp[us] string")
+def test_a_parquet_value_that_python_cannot_hold_spoils_its_own_row_alone(tmp_path, seen_as):
     pa = pytest.importorskip("pyarrow")
-    plain = pa.array(values, getattr(pa, storage)())
-    seen = pa.string() if storage == "binary" else pa.timestamp("us")
+    if seen_as == "string":
+        plain, seen = pa.array([b"a", b"caf\xe9", b"c"]), pa.string()
+    else:
+        plain, seen = pa.array([0, 2**60, 0]), pa.timestamp("us")
     table = {"prompt": ["p 0", "p 1", "p 2"], "odd": pa.Array.from_buffers(seen, 3, plain.buffers())}
     path = write_parquet(tmp_path / "a.parquet", pa.table(table))
     found = read_source(DataSourceConfig(kind="parquet", path=str(path)), name="rl.data")
     assert [row and row["prompt"] for row in found.rows] == ["p 0", None, "p 2"]
     (bad,) = found.bad
     assert bad.startswith(f"{path} row 1: odd is of type {seen_as} and cannot be read (")
-    assert prompts(load(kind="parquet", path=path, columns={"odd": ""})) == ["p 0", "p 1", "p 2"]
+    assert load_prompts(kind="parquet", path=path, columns={"odd": ""}) == ["p 0", "p 1", "p 2"]
 
 
 # --- the package datasets -----------------------------------------------------------------------------------
@@ -172,8 +170,8 @@ def test_what_save_to_disk_wrote_is_read_by_split(tmp_path, hf):
     saved = hf.DatasetDict({name: hf.Dataset.from_list(part) for name, part in parts.items()})
     saved.save_to_disk(tmp_path / "saved")
     source = {"kind": "hf", "dataset": tmp_path / "saved", "columns": COLUMNS}
-    assert prompts(load(**source)) == ["q 0", "q 1", "q 2"]
-    assert prompts(load(**source, split="test", size=1)) == ["q 3"]
+    assert load_prompts(**source) == ["q 0", "q 1", "q 2"]
+    assert load_prompts(**source, split="test", size=1) == ["q 3"]
     assert "it has no split tests; it has train, test; did you mean test?" in message_of(
         **source, split="tests"
     )
@@ -185,7 +183,7 @@ def test_a_directory_of_data_files_is_read(tmp_path, hf):
     write_jsonl(tmp_path / "folder/train.jsonl", *QUESTIONS)
     write_jsonl(tmp_path / "folder/test.jsonl", QUESTIONS[0])
     source = {"kind": "hf", "dataset": tmp_path / "folder", "columns": COLUMNS, "size": 3}
-    assert prompts(load(**source)) == ["q 0", "q 1", "q 2"]
+    assert load_prompts(**source) == ["q 0", "q 1", "q 2"]
     assert "plit" in message_of(**source, split="tran")
     assert set(threading.enumerate()) <= before  # no event loop and no progress monitor was left running
 
@@ -206,7 +204,7 @@ def test_formats_that_may_unpickle_are_refused_unread(tmp_path, hf):
 # --- rows that are made -------------------------------------------------------------------------------------
 
 
-def gym(*datasets, **changes) -> dict[str, Any]:
+def gym(*datasets, **changes):
     composite = {"dataset": "composite", "seed": 3, "params": {"datasets": list(datasets)}}
     return {"kind": "reasoning_gym", "size": 30, **composite, **changes}
 
@@ -262,8 +260,8 @@ def test_a_function_may_give_a_generator_without_end_or_a_dataset(tmp_path):
     def make(function, **changes):
         return {"kind": "python", "function": f"{tmp_path}/makers.py:{function}", "size": 3, **changes}
 
-    assert prompts(load(**make("forever", seed=7, params={"start": 2}))) == ["7: 2", "7: 3", "7: 4"]
-    assert prompts(load(**make("as_dataset"))) == ["0", "1", "2"]
+    assert load_prompts(**make("forever", seed=7, params={"start": 2})) == ["7: 2", "7: 3", "7: 4"]
+    assert load_prompts(**make("as_dataset")) == ["0", "1", "2"]
     with pytest.raises(
         DataError, match=r"makers\.py:breaks' raised KeyError after 1 rows: 'boom'$"
     ) as caught:
@@ -287,7 +285,7 @@ def test_an_sft_row_without_something_to_train_on_is_refused(row: Any, problem):
         row_to_conversation(row)
 
 
-def turns(*contents: str) -> list[dict[str, str]]:
+def turns(*contents):
     roles = ("user", "assistant") * len(contents)
     return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
 

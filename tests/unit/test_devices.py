@@ -2,7 +2,6 @@
 backend is opened there.
 """
 
-import re
 import socket
 
 import pytest
@@ -20,7 +19,7 @@ from rollouts.ranks.meet import connect
 from tests.support.text_tables import cases
 
 
-def have_gpus(patch: pytest.MonkeyPatch, count: int, *, free: tuple[int, ...] = ()):
+def have_gpus(patch, count, *, free=()):
     """As if torch found so many GPUs, with so much free memory each."""
     patch.setattr(torch.cuda, "is_available", lambda: count > 0)
     patch.setattr(torch.cuda, "device_count", lambda: count)
@@ -74,38 +73,34 @@ def test_auto_computes_in_bfloat16_only_on_a_gpu_that_multiplies_it(monkeypatch)
 # --- ranks --------------------------------------------------------------------------------------------------
 
 
-def choose_and_fail() -> str:
-    raise ConfigError("model.device='cuda', but torch finds no GPU")
-
-
-UNLIKE = r"model\.device is 'cpu' on rank 1 on \S+ and 'cuda' on rank 0 .*set model\.device='cpu'"
-NONE = r"rank 1 on \S+: model\.device='cuda', but torch finds no GPU"
-
-
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [([lambda: "cuda", lambda: "cpu"], UNLIKE), ([lambda: "cpu", choose_and_fail], NONE)],
-)
+@cases(r"""
+devices  | message
+cuda cpu | model\.device is 'cpu' on rank 1 on \S+ and 'cuda' on rank 0 .*set model\.device='cpu'
+cpu none | rank 1 on \S+: model\.device='cuda', but torch finds no GPU
+""")
 async def test_ranks_that_cannot_compute_alike_refuse_with_the_same_words_before_there_is_a_process_group(
-    choices, message, monkeypatch
+    devices, message, monkeypatch
 ):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
     said = []
 
-    def meet(rank):
-        launch = Launch(rank, 2, rank, 2, "127.0.0.1", 0)
-        with pytest.raises(ConfigError) as caught:
-            connect(launch, 0, choices[rank])
+    def meet(rank, device):
+        def choose():
+            if device == "none":
+                raise ConfigError("model.device='cuda', but torch finds no GPU")
+            return device
+
+        with pytest.raises(ConfigError, match=f"^{message}") as caught:
+            connect(Launch(rank, 2, rank, 2, "127.0.0.1", 0), 0, choose)
         said.append(str(caught.value))
 
     with trio.fail_after(120):
         async with trio.open_nursery() as nursery:
-            for rank in range(2):
-                nursery.start_soon(trio.to_thread.run_sync, meet, rank)
+            for each in enumerate(devices.split()):
+                nursery.start_soon(trio.to_thread.run_sync, meet, *each)
     assert said[0] == said[1]
-    assert re.match(message, said[0])
     assert not torch.distributed.is_initialized()
 
 

@@ -15,13 +15,13 @@ from rollouts.models.limits import DEFAULT_CONTEXT
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.testing import engine_contracts
 from tests.support.plain_backend import load_tiny
-from tests.support.text_tables import cases
+from tests.support.text_tables import cases, read_params
 from tests.unit.test_local_engine import check_exact, generate_all, make_model, make_requests, open_engine
 
 TINY = {"llama": "fast", "qwen3": "fast", "moe": "fast", "gemma": "cached", "mamba": "cached"}
 
 
-def without_cache(monkeypatch: pytest.MonkeyPatch):
+def without_cache(monkeypatch):
     """Leaves the last resort only."""
 
     class Refused:
@@ -35,7 +35,7 @@ def without_cache(monkeypatch: pytest.MonkeyPatch):
 # --- exactness ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", TINY)
+@cases("kind", TINY)
 async def test_log_probs_are_the_models_own_on_each_tiny_family(kind):
     model = load_tiny(kind)
     async with open_engine(model, max_rows=5) as engine:
@@ -119,7 +119,8 @@ def test_frequencies_that_change_within_the_context_are_refused_with_the_length_
     kind, limit: int
 ):
     """A dynamic one goes by the context, whatever its original length says."""
-    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 80}
+    rope = read_params("factor = 2.0, rope_theta = 1e4, original_max_position_embeddings = 80")
+    rope |= {"rope_type": kind}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     model = make_model("Llama", rope_parameters=rope)
@@ -153,8 +154,8 @@ async def test_a_model_without_a_limit_gets_the_default_context_and_may_have_a_l
 # --- the contract -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["cached gemma", "cached mamba", "recomputed mamba"])
-@pytest.mark.parametrize("check", engine_contracts.CHECKS)
+@cases("way", ["cached gemma", "cached mamba", "recomputed mamba"])
+@cases("check", engine_contracts.CHECKS)
 async def test_engines_with_the_models_own_forward_keep_the_contract(check, way, monkeypatch):
     how, kind = way.split()
     if how == "recomputed":
@@ -164,7 +165,7 @@ async def test_engines_with_the_models_own_forward_keep_the_contract(check, way,
     await check(lambda: open_engine(load_tiny(kind), mode=mode, deterministic=deterministic))
 
 
-@pytest.mark.parametrize("kind", TINY)
+@cases("kind", TINY)
 async def test_engines_update_in_memory_and_generate_with_the_new_weights(kind):
     folder = resolve_model(f"tiny:{kind}", seed=1)
     newer = load_hf_model(folder)

@@ -29,7 +29,7 @@ FAKE = Path(__file__).with_name("fake_inference_server.py")
 Kind = Literal["vllm", "sglang"]
 
 
-def fake_command(folder: Path, kind: Kind = "vllm", args: str = "--device cpu", **behaviour) -> EngineCommand:
+def fake_command(folder, kind="vllm", args="--device cpu", **behaviour):
     """The fake server, which writes the ids of its processes into folder/pids."""
     python = folder / "python"
     told = shlex.quote(json.dumps(behaviour | {"pids": str(folder / "pids")}))
@@ -38,7 +38,7 @@ def fake_command(folder: Path, kind: Kind = "vllm", args: str = "--device cpu", 
     return EngineCommand(kind, python, folder / "model", args=tuple(args.split()))
 
 
-async def wait_said_hello(folder: Path):
+async def wait_said_hello(folder):
     """Returns when the fake server has written its ids, which is after its first line; however slow this
     machine is, and however little time the caller has.
     """
@@ -48,16 +48,16 @@ async def wait_said_hello(folder: Path):
             await trio.sleep(0.01)
 
 
-def assert_nothing_left(folder: Path):
+def assert_nothing_left(folder):
     assert not any(map(is_alive, map(int, (folder / "pids").read_text().split())))
 
 
-async def start_in_vain(command: EngineCommand, count: int = 1):
+async def start_in_vain(command, count=1):
     async with open_engine_processes(command, count=count, log_dir=command.python.parent):
         pytest.fail("one is not ready")
 
 
-async def check_not_started(command: EngineCommand, message: str, count: int = 1):
+async def check_not_started(command, message, count=1):
     with pytest.raises(EngineSetupError, match=message):
         await start_in_vain(command, count)
     assert_nothing_left(command.python.parent)
@@ -67,21 +67,20 @@ async def check_not_started(command: EngineCommand, message: str, count: int = 1
 async def test_servers_are_waited_for_and_have_a_port_a_log_and_a_secret_key_each(tmp_path, kind):
     command = fake_command(tmp_path, kind, not_ready=2)
     async with open_engine_processes(command, count=2, log_dir=tmp_path / "logs") as processes:
-        assert len({process.url for process in processes}) == 2
-        assert len({process.api_key for process in processes}) == 2
+        first, second = processes
+        assert first.url != second.url and first.api_key != second.api_key
         for number, process in enumerate(processes):
             assert process.url.startswith("http://127.0.0.1:")
             assert process.log_path == tmp_path / "logs" / f"{kind}-{number}.log"
             assert process.log_path.stat().st_mode & 0o777 == 0o600
-            server = psutil.Process(process.pid)
+            server = psutil.Process(process.process.pid)
             for one in (server, *server.parents()[:2]):  # and the inner and the outer guard
                 assert process.api_key not in " ".join(one.cmdline())
             if kind == "sglang":
                 assert "config mode 600" in process.log_path.read_text()
                 words = server.cmdline()
-                assert not Path(words[words.index("--config") + 1]).exists(), (
-                    "a server that is up has read it"
-                )
+                # a server that is up has read it
+                assert not Path(words[words.index("--config") + 1]).exists()
 
 
 @cases(r"""
@@ -138,7 +137,7 @@ async def test_a_cancelled_start_leaves_nothing(tmp_path):
 async def test_a_restart_keeps_port_and_key_and_one_that_fails_can_be_asked_for_again(tmp_path):
     command = fake_command(tmp_path, "sglang")
     async with open_engine_processes(command, count=1, log_dir=tmp_path) as (process,):
-        url, key, pid = process.url, process.api_key, process.pid
+        url, key, pid = process.url, process.api_key, process.process.pid
         os.kill(pid, signal.SIGKILL)
         reason = await process.wait_exited()
         assert "was killed by SIGKILL" in reason
@@ -149,7 +148,7 @@ async def test_a_restart_keeps_port_and_key_and_one_that_fails_can_be_asked_for_
             await process.restart()
         command.python.write_text(script)
         await process.restart()
-        assert (process.url, process.api_key) == (url, key) and process.pid != pid
+        assert (process.url, process.api_key) == (url, key) and process.process.pid != pid
         log = process.log_path.read_text()
         assert log.count("fake server says hello") == 2 and log.count("broken") == 1
         assert all(f"start {number} of sglang-0" in log for number in (1, 2, 3))
@@ -161,7 +160,7 @@ async def test_a_restart_keeps_port_and_key_and_one_that_fails_can_be_asked_for_
 WORDS = {
     "vllm": """/v/python -m vllm.entrypoints.openai.api_server --model /m --logprobs-mode processed_logprobs
 --enable-scale-out --host 127.0.0.1 --served-model-name policy --port 8101 --disable-uvicorn-access-log
---no-enable-chunked-prefill --enforce-eager --device cpu --seed 3""",
+--max-logprobs 128 --no-enable-chunked-prefill --enforce-eager --device cpu --seed 3""",
     # the user's --max_total_tokens takes the place of ours
     "sglang": """/v/python -m sglang.launch_server --model-path /m --host 127.0.0.1
 --served-model-name policy --device cpu --sleep-on-idle --port 8101 --config k.yaml --log-level-http warning

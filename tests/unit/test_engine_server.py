@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import trio
-import trio.testing
+from trio.testing import wait_all_tasks_blocked
 
-from rollouts.engines.server import ServerEngine
 from rollouts.errors import (
     EngineClosed,
     EngineError,
@@ -24,7 +23,7 @@ from rollouts.errors import (
 )
 from rollouts.testing.engine_contracts import CHECKS, asked, make_request
 from tests.support.fault_plan import BadStatus, Crash, CutBody
-from tests.support.fault_server import FaultServer, Reply, open_fake_server
+from tests.support.fault_server import Reply, open_fake_server
 from tests.support.text_tables import cases
 from tests.unit.server_engines import (
     BOTH,
@@ -47,9 +46,7 @@ async def test_engines_keep_their_contract(dialect, check, autojump_clock):
     await check(partial(open_engine, dialect))
 
 
-async def ask_in_vain(
-    engine: ServerEngine, kind: type[Exception], match: str | None = None
-) -> pytest.ExceptionInfo:
+async def ask_in_vain(engine, kind, match=None):
     with pytest.raises(kind, match=match) as raised:
         await engine.generate(make_request())
     return raised
@@ -58,19 +55,16 @@ async def ask_in_vain(
 @BOTH
 async def test_faults_are_typed(dialect, autojump_clock):
     async with open_both(dialect, silence_s=2.0) as (server, engine):
-        for what, kind in (
-            (CutBody(30), ReplyError),
-            (CutBody(0), ReplyError),
-            (BadStatus(503, 7), EngineOverloaded),
-        ):
-            strike(server, what)
-            raised = await ask_in_vain(engine, kind)
-            assert not isinstance(raised.value, EngineOverloaded) or raised.value.retry_after_s == 7.0
+        for length in (30, 0):
+            strike(server, CutBody(length))
+            await ask_in_vain(engine, ReplyError)
+        strike(server, BadStatus(503, 7))
+        assert (await ask_in_vain(engine, EngineOverloaded)).value.retry_after_s == 7.0
         strike(server, Crash())
         for _ in range(2):
             await ask_in_vain(engine, EngineUnreachable)
         await server.process.restart()
-        await trio.testing.wait_all_tasks_blocked()
+        await wait_all_tasks_blocked()
         assert await engine.weight_version() == -1
         server.process.hang()
         await ask_in_vain(engine, EngineSilent)
@@ -93,7 +87,7 @@ SGLANG_ANSWER = """{"output_ids": [5], "meta_info": {"id": "ID", "finish_reason"
 "weight_versions": [{"version": "default", "start": 0, "end": 1}]}}"""
 
 
-async def refuse(server: FaultServer, kind: type[Exception], named: str | None = None, **options) -> str:
+async def refuse(server, kind, named=None, **options):
     """What is said when no engine is opened for it."""
     with pytest.raises(kind, match=named) as raised:
         async with server.open_engine(**options):
@@ -225,7 +219,7 @@ async def test_the_first_request_of_a_server_that_warms_up_has_the_patience_of_i
             server.process.hang()
             began_s = trio.current_time()
             await ask_in_vain(engine, EngineSilent, r"engine\.args")
-            assert trio.current_time() - began_s <= 45.0, "it has answered before"
+            assert trio.current_time() - began_s <= 45.0  # it has answered before
             await server.process.restart()
             await update(engine, path, version)  # finds out that it is another process
 
@@ -273,7 +267,7 @@ async def test_pause_wait_lets_requests_finish_before_the_server_is_paused(diale
             await engine.pause("wait")
             assert len(first["a"].token_ids) == 5 and server.process.paused is not None
         async with asked(engine, make_request("b")) as second:
-            assert len(server.paths(*GENERATE)) == 1, "it waits at the gate"
+            assert len(server.paths(*GENERATE)) == 1  # it waits at the gate
             await engine.abort_all()
         assert second["b"].finish_reason == "abort"
         await engine.resume()
@@ -282,11 +276,10 @@ async def test_pause_wait_lets_requests_finish_before_the_server_is_paused(diale
 @BOTH
 @cases("mode: abort wait keep")
 async def test_a_pause_or_resume_that_fails_or_is_cancelled_holds_nobody_up(dialect, mode, autojump_clock):
-    pause, resume = "/pause", "/resume"
-    if dialect == "sglang":
-        pause, resume = "/pause_generation", "/continue_generation"
+    paths = {"vllm": "/pause /resume", "sglang": "/pause_generation /continue_generation"}
+    pause, resume = paths[dialect].split()
     async with open_both(dialect) as (server, engine):
-        server.overrides = {pause: Reply(b"no", status=500), resume: Reply(b"no", status=500)}
+        server.overrides = dict.fromkeys((pause, resume), Reply(b"no", status=500))
         with pytest.raises(InfrastructureError):
             await engine.pause(mode)
         server.overrides[pause] = never
@@ -317,10 +310,8 @@ async def test_an_abort_that_the_server_ignores_or_refuses_leaves_nobody_in_flig
 @BOTH
 async def test_memory_is_released_only_while_nothing_runs_and_the_pause_survives(dialect, autojump_clock):
     if dialect == "vllm":
-        settings = {
-            "model_config": VLLM_MODEL | {"enable_sleep_mode": True},
-            "device_config": {"device": "cuda"},
-        }
+        model = VLLM_MODEL | {"enable_sleep_mode": True}
+        settings = {"model_config": model, "device_config": {"device": "cuda"}}
         calls = "/sleep", "/wake_up", "/pause"
     else:
         settings = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
@@ -341,4 +332,4 @@ async def test_memory_is_released_only_while_nothing_runs_and_the_pause_survives
 async def test_closing_ends_whoever_waits(autojump_clock):
     async with trio.open_nursery() as nursery, open_both("vllm", token_s=30.0) as (_, engine):
         nursery.start_soon(ask_in_vain, engine, EngineClosed)
-        await trio.testing.wait_all_tasks_blocked()
+        await wait_all_tasks_blocked()

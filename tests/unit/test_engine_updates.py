@@ -1,23 +1,24 @@
 """Weight updates of vLLM and SGLang servers, by snapshots and in memory, over a fake of each."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
-from rollouts.engines.sglang import SGLangServer
-from rollouts.engines.vllm import VLLMServer
 from rollouts.errors import EngineError, EngineSetupError, WeightVersionError
 from rollouts.testing.engine_contracts import (
     check_bad_snapshots_change_nothing,
     check_keep_pause_spans_two_versions,
     check_update_from_checkpoint,
 )
+from rollouts.weight_sync.broadcast import VLLMPeer, flatten_tensors
 from tests.support.fault_plan import UPDATE_PHASES, UpdateFails, WrongVersion
 from tests.support.fault_server import Reply
-from tests.support.text_tables import cases
+from tests.support.text_tables import cases, read_params
 from tests.unit.server_engines import BOTH, open_both, open_engine, strike, update, write_snapshot
 
 
@@ -37,14 +38,14 @@ async def test_updates_keep_the_contract(dialect, tmp_path, autojump_clock):
 
 
 @BOTH
-@pytest.mark.parametrize("phase", [phase for phase in UPDATE_PHASES if phase != "probe"])
+@cases("phase", [phase for phase in UPDATE_PHASES if phase != "probe"])
 async def test_a_phase_of_an_update_fails_and_the_next_update_works(dialect, phase, snapshot, autojump_clock):
     async with open_both(dialect) as (server, engine):
         strike(server, UpdateFails(phase), update=True)
         with pytest.raises(EngineError):
             await update(engine, snapshot, 7)
         if phase in ("load", "set_version"):
-            assert await engine.weight_version() == -1, "what may be in pieces bears no version"
+            assert await engine.weight_version() == -1  # what may be in pieces bears no version
         await update(engine, snapshot, 8)
         assert await engine.weight_version() == 8
 
@@ -120,58 +121,54 @@ async def test_a_server_that_came_back_with_other_settings_is_not_updated(
         assert server.process.loads == 0
 
 
-async def test_transfers_to_vllm_go_out_in_the_servers_shape():
-    config = {"weight_transfer_config": {"backend": "nccl"}}
+async def test_transfers_to_vllm_go_out_in_the_servers_shape(monkeypatch):
+    async def run_on(device, work):
+        return SimpleNamespace(query=lambda: True)  # the group, and what is sent in it, needs a GPU
+
+    monkeypatch.setattr("rollouts.weight_sync.broadcast.run_on", run_on)
+    config, cpu = {"weight_transfer_config": {"backend": "nccl"}}, torch.device("cpu")
     async with open_both("vllm", settings=config) as (server, engine):
-        steps = (
-            "/init_weight_transfer_engine",
-            "/start_weight_update",
-            "/update_weights",
-            "/finish_weight_update",
-        )
-        server.overrides |= {step: {} for step in steps} | {"/get_world_size": {"world_size": 2}}
-        dialect = engine.dialect
-        assert isinstance(dialect, VLLMServer)
-        assert await dialect.get_world_size() == 2
-        await dialect.init_weight_transfer({"master_port": 1})
+        steps = "/init_weight_transfer_engine /start_weight_update /update_weights /finish_weight_update"
+        server.overrides |= {step: {} for step in steps.split()} | {"/get_world_size": {"world_size": 2}}
+        peer = VLLMPeer(engine.dialect, cpu)
         with pytest.raises(EngineError, match="pause"):
-            await dialect.start_weight_update()
+            await peer.begin()
         await engine.pause("keep")
-        await dialect.start_weight_update()
+        await peer.begin()
         assert await engine.weight_version() == -1
-        await dialect.update_weights({"names": ["a"]})
-        await dialect.finish_weight_update(3)
+        bucket = flatten_tensors([("a", torch.zeros(2))], dtype=None, device=cpu)
+        await peer.send(bucket, version=3, last=True)
+        await peer.end(3)
         assert await engine.weight_version() == 3
         sent = dict(server.calls)
-        assert sent[steps[0]] == {"init_info": {"master_port": 1}}
-        assert sent[steps[2]] == {"update_info": {"names": ["a"]}}
+        info = sent["/init_weight_transfer_engine"]["init_info"]
+        assert info.pop("master_port") and info == read_params(
+            'master_address = "127.0.0.1", world_size = 3, rank_offset = 1, packed = false'
+        )
+        wanted = read_params('names = ["a"], dtype_names = ["float32"], shapes = [[2]]')
+        assert sent["/update_weights"] == {"update_info": wanted}
     for backend in (None, {"backend": "ipc"}):
         async with open_both("vllm", settings={"weight_transfer_config": backend}) as (_, engine):
-            assert isinstance(engine.dialect, VLLMServer)
             with pytest.raises(EngineSetupError, match="nccl"):
-                await engine.dialect.init_weight_transfer({})
+                await VLLMPeer(engine.dialect, cpu).begin()
 
 
 async def test_transfers_to_sglang_have_no_version_while_they_are_under_way():
     async with open_both("sglang") as (server, engine):
         dialect = engine.dialect
-        assert isinstance(dialect, SGLangServer)
-        server.overrides |= {
-            "/begin_weight_update": {"success": True},
-            "/end_weight_update": Reply(status=400),  # no session is open
-            "/update_weights_from_distributed": {"success": True},
-        }
+        server.overrides["/end_weight_update"] = Reply(status=400)  # no session is open
+        for step in ("/begin_weight_update", "/update_weights_from_distributed"):
+            server.overrides[step] = {"success": True}
         assert await dialect.begin_transfer()
-        assert server.paths()[-2:] == ["/end_weight_update", "/begin_weight_update"], (
-            "one left open is closed"
-        )
+        # one left open is closed
+        assert server.paths()[-2:] == ["/end_weight_update", "/begin_weight_update"]
         assert await engine.weight_version() == -1
-        info = {"names": ["w"], "dtypes": ["float32"], "shapes": [(2,)], "group_name": "g"}
+        info = read_params('names = ["w"], dtypes = ["float32"], shapes = [[2]], group_name = "g"')
         receive = partial(dialect.receive_broadcast, info, version=3)
         await receive(last=True)
         assert server.calls[-1][1]["weight_version"] == "3"
         server.overrides["/begin_weight_update"] = Reply(status=404)
-        assert not await dialect.begin_transfer(), "a server without sessions"
+        assert not await dialect.begin_transfer()  # a server without sessions
         server.overrides["/update_weights_from_distributed"] = {"success": False, "message": "no group"}
         with pytest.raises(EngineError, match="no group"):
             await receive(last=False)

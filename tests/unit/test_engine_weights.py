@@ -2,13 +2,11 @@
 begins with them.
 """
 
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
-from rollouts.engines.local.engine import LocalEngine, open_local_engine
+from rollouts.engines.local.engine import open_local_engine
 from rollouts.errors import CheckpointError, EngineError
 from rollouts.testing.fakes import ScriptedEngine
 from rollouts.testing.torch_contracts import assert_weights_equal, make_batch, train
@@ -24,7 +22,7 @@ from tests.unit.test_pytorch_backend import open_backend
 
 
 @asynccontextmanager
-async def open_both(mode: Any = "copied") -> AsyncIterator[tuple[Any, LocalEngine]]:
+async def open_both(mode="copied"):
     async with (
         open_backend() as backend,
         open_local_engine(
@@ -37,11 +35,11 @@ async def open_both(mode: Any = "copied") -> AsyncIterator[tuple[Any, LocalEngin
         yield backend, engine
 
 
-def make_sync() -> WeightSync:
+def make_sync():
     return WeightSync(make_probe(64, tolerance=1e-3))
 
 
-async def train_to(backend, version: int, *, seed: int):
+async def train_to(backend, version, *, seed):
     await train(backend, make_batch(seed))
     await backend.set_weight_version(version).result()
 
@@ -71,9 +69,8 @@ async def test_an_engine_that_has_the_trainers_weights_is_not_saved_and_is_updat
     async with open_both() as (backend, engine):
         assert await hold_engine_weights(engine, 0) is None
         await train_to(backend, 1, seed=1)
-        assert not await sync_as_saved(backend, engine, make_sync(), tmp_path, 1), (
-            "the trainer has its own weights still"
-        )
+        # the trainer has its own weights still
+        assert not await sync_as_saved(backend, engine, make_sync(), tmp_path, 1)
         assert await engine.weight_version() == 1
         assert_weights_equal(await backend.get_weights(), await engine.copy_weights())
         await train_to(backend, 2, seed=2)
@@ -83,7 +80,7 @@ async def test_an_engine_that_has_the_trainers_weights_is_not_saved_and_is_updat
         assert await hold_engine_weights(engine, 5) is None
         with pytest.raises(EngineError, match="shares the trainer's weights"):
             await engine.copy_weights()
-    assert await hold_engine_weights(ScriptedEngine(), 5) is None, "a server keeps its own"
+    assert await hold_engine_weights(ScriptedEngine(), 5) is None  # a server keeps its own
 
 
 def test_a_file_of_engine_weights_that_cannot_be_read_is_named(tmp_path):

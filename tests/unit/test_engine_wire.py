@@ -10,21 +10,22 @@ import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
+from numpy.testing import assert_allclose
 
-from rollouts.engines.server import Dialect
+from rollouts import errors
 from rollouts.engines.sglang import ServerInfo, SGLangServer
 from rollouts.engines.vllm import VLLMServer
-from rollouts.engines.wire import Server, check_same_model, check_status, parse_version, read_tensor_shapes
-from rollouts.errors import (
-    EngineError,
-    EngineOverloaded,
-    InfrastructureError,
-    ModelError,
-    ReplyError,
-    RequestRefused,
+from rollouts.engines.wire import (
+    Server,
+    check_same_model,
+    check_status,
+    parse_version,
+    rank_tokens,
+    read_tensor_shapes,
 )
+from rollouts.errors import EngineError, ModelError, ReplyError
 from rollouts.testing.engine_contracts import make_request
-from rollouts.types import Completion, EngineFeatures, GenerateRequest
+from rollouts.types import EngineFeatures
 from tests.support.text_tables import cases
 
 # vLLM 0.32.0, SmolLM2-135M, prompt 1 2 3, temperature 1
@@ -60,26 +61,24 @@ NOTHING = '{"finish_reason":"length","token_ids":[],"logprobs":{"content":[]},"w
 class Answering(Server):
     """A server that gives one answer to everything."""
 
-    def __init__(self, answer: str | bytes = b""):
+    def __init__(self, answer=b""):
         self.name = "s"
         self.answer = answer if isinstance(answer, bytes) else answer.encode()
-        self.sent: Any = None
+        self.sent = None
 
-    async def call(self, method: str, path: str, body=None, **options) -> bytes:
+    async def call(self, method, path, body=None, **options):
         self.sent = body
         return self.answer
 
 
-def make_dialect(kind: str, server: Server, *, ends_at: int | None = None) -> Dialect:
+def make_dialect(kind, server, *, ends_at=None):
     features = EngineFeatures(49152, 1024)
     if kind == "vllm":
         return VLLMServer(server, features, "policy")
     return SGLangServer(server, features, ServerInfo("0.5.23"), ends_at=ends_at)
 
 
-async def parse(
-    kind: str, body: str | bytes, *, ends_at: int | None = None, scored: bool = False, **changes
-) -> Completion:
+async def parse(kind, body, *, ends_at=None, scored=False, **changes):
     request = make_request("r", **{"max_new_tokens": 4 if kind == "vllm" else 3} | changes)
     request = replace(request, score_prompt=scored)
     server_id = "abc" if kind == "vllm" else "0123456789abcdef" * 2
@@ -90,11 +89,11 @@ async def test_a_real_answer_becomes_a_completion():
     completion = await parse("vllm", VLLM)
     assert (completion.request_id, completion.finish_reason) == ("r", "length")
     assert completion.token_ids.tolist() == [2118, 30, 378, 6734]
-    np.testing.assert_allclose(completion.log_probs, [-8.270934, -1.3260725, -2.462368, -7.636433], rtol=1e-6)
-    assert completion.weight_versions.tolist() == [-1] * 4, "weights that nobody has named"
+    assert_allclose(completion.log_probs, [-8.270934, -1.3260725, -2.462368, -7.636433], rtol=1e-6)
+    assert completion.weight_versions.tolist() == [-1] * 4  # weights that nobody has named
     completion = await parse("sglang", SGLANG)
     assert completion.token_ids.tolist() == [38, 176, 37]
-    np.testing.assert_allclose(completion.log_probs, [-5.230036, -5.393511, -5.519125], rtol=1e-6)
+    assert_allclose(completion.log_probs, [-5.230036, -5.393511, -5.519125], rtol=1e-6)
     assert completion.weight_versions.tolist() == [7, 8, 8]
 
 
@@ -113,6 +112,33 @@ async def test_a_log_prob_that_is_none_is_a_reply_error(kind, number):
     value = "-1.3260724544525146" if kind == "vllm" else "-5.23003625869751"
     with pytest.raises(ReplyError):
         await parse(kind, BODIES[kind].replace(value, number, 1))
+
+
+# at each place what is listed of a token, how many are asked for, and the likeliest with their log-probs
+@cases("""
+listed | most | ids | values
+[[[-2, 7, null], [-1, 8, null], [-3, 9, null]]] | 2 | [[8, 7]] | [[-1, -2]]
+[[[-5, 4], [-1, 8], [-9999, 9]], [[-5, 4], [null, 8], [-7, 9]]] | 3 | [[8, 4, 9], [4, 9, 8]] \
+| [[-1, -5, -Infinity], [-5, -7, -Infinity]]
+[] | 2 | [] | []
+""")
+def test_the_likeliest_of_what_a_server_lists_are_sorted(listed: Any, most: int, ids: Any, values: Any):
+    found = rank_tokens(listed, most, len(listed), where="s")
+    assert found is not None and (found.token_ids.tolist(), found.log_probs.tolist()) == (ids, values)
+    assert found.token_ids.shape == (len(listed), most) and found.log_probs.dtype == np.float32
+
+
+@cases("""
+listed | count
+[[[-1, 8]]] | 1
+[null] | 1
+[[[-1, 8], [-2, 7]]] | 2
+[[[-1, 8], [-2, 7]], [[-1, 8]]] | 2
+""")
+def test_fewer_than_were_asked_for_are_a_reply_error(listed: Any, count: int):
+    assert rank_tokens(listed, 0, count, where="s") is None
+    with pytest.raises(ReplyError, match=f"no 2 tokens at each of {count} places"):
+        rank_tokens(listed, 2, count, where="s")
 
 
 # a server, a part of its answer, what stands there instead, and the rule that this breaks
@@ -174,14 +200,18 @@ async def test_an_aborted_request_keeps_what_it_has():
     assert len((await parse("sglang", queued.replace('"weight_versions"', '"y"'))).token_ids) == 0
 
 
-@pytest.mark.parametrize(("status", "kind"), [(503, EngineOverloaded), (500, InfrastructureError)])
+@cases("""
+status | kind
+503    | EngineOverloaded
+500    | InfrastructureError
+""")
 async def test_an_abort_that_is_the_servers_failure_is_no_completion(status, kind):
     reason = f'"abort","message":"out of memory","status_code":{status}'
-    with pytest.raises(kind, match=f"status {status}: out of memory"):
+    with pytest.raises(getattr(errors, kind), match=f"status {status}: out of memory"):
         await parse("sglang", SGLANG.replace('"length","length":3', reason))
 
 
-@pytest.mark.parametrize("name", ["default", "", "-1", "+1", "07", "1.0", "1_0", " 1", "1\n", "١", "9" * 19])
+@cases("name", ["default", "", "-1", "+1", "07", "1.0", "1_0", " 1", "1\n", "١", "9" * 19])
 def test_a_version_is_a_decimal_number_as_we_write_it(name):
     assert parse_version(name) == -1
     assert [parse_version(number) for number in ("0", "7", "9" * 18)] == [0, 7, 10**18 - 1]
@@ -202,30 +232,35 @@ async def test_prompts_are_scored_token_by_token(scores, expected: Any):
         assert found.tolist() == expected
 
 
-async def send(kind: str, request: GenerateRequest):
-    """The body in which it goes out."""
+async def send(kind, **sampling):
+    """The sampling parameters with which a request goes out."""
     server = Answering()
     with pytest.raises(ReplyError):
-        await make_dialect(kind, server).ask(request, "id")
-    return server.sent
+        await make_dialect(kind, server).ask(make_request(**sampling), "id")
+    assert server.sent.get("token_ids", server.sent.get("input_ids")) == [1, 2, 3]
+    return server.sent["sampling_params"]
 
 
 async def test_a_request_says_everything_that_a_server_has_defaults_for():
-    request = make_request(stop_token_ids=(2,), seed=2**64 - 1, top_k=5, top_p=0.9)
-    body = await send("vllm", request)
-    assert body["token_ids"] == [1, 2, 3]
-    assert body["sampling_params"] == json.loads(
+    request = {"stop_token_ids": (2,), "seed": 2**64 - 1, "top_k": 5, "top_p": 0.9}
+    assert await send("vllm", **request) == json.loads(
         """{"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "logprobs": 0,
-        "stop_token_ids": [2], "ignore_eos": true, "detokenize": false, "seed": 9223372036854775807}"""
+        "stop_token_ids": [2], "ignore_eos": true, "detokenize": false, "seed": 9223372036854775807,
+        "stop": [], "include_stop_str_in_output": true, "skip_special_tokens": false,
+        "spaces_between_special_tokens": false}"""
     )
-    params = (await send("sglang", request))["sampling_params"]
-    assert params == json.loads(
+    assert await send("sglang", **request) == json.loads(
         """{"max_new_tokens": 4, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "min_p": 0.0,
         "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "stop_token_ids": [2],
-        "ignore_eos": false, "skip_special_tokens": false, "sampling_seed": 2147483647}"""
+        "ignore_eos": false, "skip_special_tokens": false, "sampling_seed": 2147483647, "stop": []}"""
     )
-    params = (await send("sglang", make_request()))["sampling_params"]
-    assert (params["ignore_eos"], params["top_k"]) == (True, -1), "without stop tokens it runs to its limit"
+    texts = ["é", "\n\nUser:"]
+    params = await send("vllm", stop_texts=tuple(texts))
+    assert (params["stop"], params["detokenize"]) == (texts, True)
+    params = await send("sglang", stop_texts=tuple(texts))
+    assert (params["stop"], params["stop_regex"]) == (texts, r"\Z.{15}")
+    params = await send("sglang")  # without stop tokens it runs to its limit
+    assert (params["ignore_eos"], params["top_k"]) == (True, -1)
 
 
 async def test_the_work_of_a_vllm_server_is_its_counters_and_not_its_queue():
@@ -240,52 +275,48 @@ vllm:generation_tokens_total{engine="1",model_name="the policy"} 4.0
     assert first == idle != busy
 
 
-@pytest.mark.parametrize(
-    ("kind", "statuses"),
-    [
-        (EngineError, (302, 401, 404)),
-        (RequestRefused, (400, 422)),
-        (InfrastructureError, (408, 500)),
-        (EngineOverloaded, (429, 503)),
-    ],
-)
-def test_a_status_says_who_is_at_fault(kind, statuses):
+@cases("""
+kind                | statuses
+EngineError         | [302, 401, 404]
+RequestRefused      | [400, 422]
+InfrastructureError | [408, 500]
+EngineOverloaded    | [429, 503]
+""")
+def test_a_status_says_who_is_at_fault(kind, statuses: Any):
     for status in statuses:
         with pytest.raises(EngineError, match=f"gave {status}: 'no'") as raised:
             check_status(httpx.Response(status, headers={"Retry-After": "7"}, content=b"no"), where="s")
-        assert type(raised.value) is kind
-        assert not isinstance(raised.value, EngineOverloaded) or raised.value.retry_after_s == 7.0
+        assert raised.typename == kind
+        assert kind != "EngineOverloaded" or raised.value.retry_after_s == 7.0
 
 
 # --- snapshots ----------------------------------------------------------------------------------------------
-
-INDEX = "model.safetensors.index.json"
 
 
 def test_shapes_are_read_from_all_shards_of_the_index(tmp_path):
     for name, shape in (("a", (2, 3)), ("b", ())):
         safetensors.numpy.save_file({name: np.zeros(shape, np.float32)}, tmp_path / name)
-    (tmp_path / INDEX).write_text('{"weight_map": {"a": "a", "b": "b"}}')
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "a", "b": "b"}}')
     assert read_tensor_shapes(tmp_path) == {"a": (2, 3), "b": ()}
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (INDEX, b'{"weight_map": {"a": "../a.safetensors"}}', "beside"),
-        (INDEX, b'{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors"),
-        ("model.safetensors", (1 << 40).to_bytes(8, "little"), "model.safetensors"),
-        ("model.safetensors", (8).to_bytes(8, "little") + b'{"a": 1}', "model.safetensors"),
-        ("pytorch_model.bin", b"pickle", "model.safetensors cannot be read"),
-    ],
-)
-def test_damaged_snapshots_are_named(name, content, message, tmp_path):
-    (tmp_path / name).write_bytes(content)
+@cases("""
+name | header | content | message
+model.safetensors.index.json | | {"weight_map": {"a": "../a.safetensors"}} | beside
+model.safetensors.index.json | | {"weight_map": {"a": "gone.safetensors"}} | gone.safetensors
+model.safetensors | 1099511627776 | | model.safetensors
+model.safetensors | 8 | {"a": 1} | model.safetensors
+pytorch_model.bin | | pickle | model.safetensors cannot be read
+""")
+def test_damaged_snapshots_are_named(name, header, content, message, tmp_path):
+    """header: how long a file says that its header is."""
+    length = int(header).to_bytes(8, "little") if header else b""
+    (tmp_path / name).write_bytes(length + content.encode())
     with pytest.raises(ModelError, match=message):
         read_tensor_shapes(tmp_path)
 
 
-@pytest.mark.parametrize("shapes", [{"w": (3,)}, {"w": (2,), "v": (1,)}, {}])
+@cases("shapes", [{"w": (3,)}, {"w": (2,), "v": (1,)}, {}])
 def test_a_snapshot_of_another_model_is_named_but_for_tied_heads_and_rotary_frequencies(shapes):
     own, here = {"w": (2,)}, Path("here")
     tied = own | {"lm_head.weight": (4, 2), "layers.0.rotary_emb.inv_freq": (1,)}

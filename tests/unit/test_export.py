@@ -3,20 +3,24 @@ what was streamed, and little is held meanwhile. tests.distributed has real rank
 """
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollouts.errors import ModelError, StorageError
-from rollouts.models.export import deal_weights, name_parts, open_part, save_hf_model, write_description
+from rollouts.models.export import (
+    deal_weights,
+    name_parts,
+    open_part,
+    save_hf_model,
+    write_description,
+    write_safetensors,
+)
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
-from rollouts.models.safetensors_file import write_safetensors
+from rollouts.models.made import MODELS
 from rollouts.models.sharded import plan_weights
-from rollouts.models.tiny import MODELS
 from rollouts.testing.torch_contracts import assert_weights_equal
 from tests.support.plain_backend import load_tiny
 from tests.support.text_tables import cases
@@ -24,11 +28,11 @@ from tests.support.text_tables import cases
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def parameters(model) -> list[tuple[str, Tensor]]:
+def parameters(model):
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
-def write_part(model, path: Path, rank: int, ranks: int, of: int) -> int:
+def write_part(model, path, rank, ranks, of):
     """How many files this rank has written, of the part of rank `of`."""
     writer = open_part(path, deal_weights(model, rank, ranks).names, rank)
     for weight in deal_weights(model, rank, ranks).parameters[of]:
@@ -37,14 +41,14 @@ def write_part(model, path: Path, rank: int, ranks: int, of: int) -> int:
     return len(writer.shards)
 
 
-def write_parts(model, path: Path, ranks: int) -> list[int]:
+def write_parts(model, path, ranks):
     """The number of files of each of so many ranks, which write one after the other."""
     path.mkdir(exist_ok=True)
     write_description(model, path)
     return [write_part(model, path, rank, ranks, rank) for rank in reversed(range(ranks))][::-1]
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path):
     """All tensors of a directory, each where the index says."""
     files = {file.name: load_file(file) for file in path.glob("*.safetensors")}
     if (index := path / "model.safetensors.index.json").exists():
@@ -54,7 +58,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 @cases("ranks: 0 1 3")
-@pytest.mark.parametrize("kind", MODELS)
+@cases("kind", MODELS)
 def test_what_is_written_is_what_transformers_writes_and_loads(kind, ranks: int, tmp_path):
     """0 ranks: a stream in small shards."""
     model, path = load_tiny(kind), tmp_path / "ours"
@@ -66,10 +70,9 @@ def test_what_is_written_is_what_transformers_writes_and_loads(kind, ranks: int,
         files = sorted(path.glob("*.safetensors"))
         assert all(file.stat().st_size <= 170_000 or len(load_file(file)) == 1 for file in files)
         assert files[1].name == f"model-00002-of-{len(files):05d}.safetensors"
-    model.save_pretrained(str(tmp_path / "theirs"))
-    assert_weights_equal(read_weights(path), load_file(tmp_path / "theirs/model.safetensors"))
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (path, tmp_path / "theirs")]
-    assert configs[0] == configs[1]
+    model.save_pretrained(theirs := tmp_path / "theirs")
+    assert_weights_equal(read_weights(path), load_file(theirs / "model.safetensors"))
+    assert json.loads((path / "config.json").read_text()) == json.loads((theirs / "config.json").read_text())
     loaded, ids = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), torch.arange(3, 43)[None]
     with torch.no_grad():
         assert torch.equal(model(ids).logits, loaded(ids).logits)
@@ -136,14 +139,11 @@ def test_ranks_without_a_weight_write_nothing_and_old_files_go(tmp_path):
 
 def test_a_weight_that_never_came_came_twice_or_is_anothers_is_named(tmp_path):
     model = load_tiny("qwen3")
-    *most, last = parameters(model)
-
-    def refused(message, weights):
+    every = parameters(model)
+    never, twice = r"1 weights never came, 'lm_head\.weight'", r"'lm_head\.weight' came twice"
+    for message, weights in ((never, every[:-1]), (twice, every + every[-1:])):
         with pytest.raises(ModelError, match=message):
             save_hf_model(model, tmp_path, weights=weights)
-
-    refused(r"1 weights never came, 'lm_head\.weight'", most)
-    refused(r"'lm_head\.weight' came twice", [*most, last, last])
     with pytest.raises(ModelError, match="came twice, or is none of the model's"):
         write_part(model, tmp_path, 1, 2, of=0)
 
@@ -164,17 +164,16 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
     save_hf_model(model, tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
-    for name, value, message in (
-        ("lm_head.weight", weights[EMBEDDING] + 1, r"which config\.json ties, with different values"),
-        ("other", torch.zeros(1), "1 are not the model's: other"),
-        ("model.norm.weight", torch.zeros(3), r"have another shape: model\.norm\.weight \(3,\) for \(64,"),
+    head, norm = "lm_head.weight", "model.norm.weight"
+    lacking = {name: one for name, one in weights.items() if name != norm}
+    for tensors, message in (
+        (weights | {head: weights[EMBEDDING] + 1}, r"which config\.json ties, with different values"),
+        (weights | {"other": torch.zeros(1)}, "1 are not the model's: other"),
+        (weights | {norm: torch.zeros(3)}, r"have another shape: model\.norm\.weight \(3,\) for \(64,"),
+        (lacking, r"1 are missing: model\.norm\.weight"),
     ):
-        save_file({**weights, name: value}, file)
+        save_file(tensors, file)
         with pytest.raises(ModelError, match=message):
             plan_weights(model, tmp_path)
-    save_file({**weights, "lm_head.weight": weights[EMBEDDING].clone()}, file)  # equal: fine
+    save_file(weights | {head: weights[EMBEDDING].clone()}, file)  # equal: fine
     plan_weights(model, tmp_path)
-    del weights["model.norm.weight"]
-    save_file(weights, file)
-    with pytest.raises(ModelError, match=r"1 are missing: model\.norm\.weight"):
-        load_hf_model(tmp_path)

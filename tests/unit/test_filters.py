@@ -1,19 +1,20 @@
-"""Group filters: what they drop, under which name, with which numbers."""
+"""Group filters: what they drop, under which name, with which numbers. Votes of a group as rewards: who
+agrees with whom, ties, and what no consensus is.
+"""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from rollouts.errors import ConfigError, PlugInError
-from rollouts.filters import FILTERS, RANKERS, make_filter
+from rollouts.filters import FILTERS, RANKERS, check_consensus, check_reward_nonzero_std, make_filter
+from rollouts.rewards.check import apply_reward, check_group_rewards
+from rollouts.rewards.consensus import compute_consensus, make_consensus_reward
 from rollouts.types import FilterDecision, Sample, SampleGroup, Status
-from tests.support.text_tables import cases
+from tests.support.text_tables import cases, read_cells, read_params
 
 
-def make_group(
-    rewards: Sequence[float], responses: Sequence[str] = "abcd", lengths: Sequence[int] = (3,) * 4
-):
+def make_group(rewards, responses="abcd", lengths=(3,) * 4):
     rows = zip(rewards, responses, lengths, strict=False)
     samples = [
         Sample(
@@ -61,33 +62,27 @@ def test_what_is_dropped_and_why(name, rewards: list[float], responses, threshol
 
 def test_a_trajectory_of_several_segments_counts_once():
     group = make_group([1, 1, 1, 0])
-    names = ("s0", "s0.1", "s0.2", "s1")
-    samples = [replace(sample, id=name) for sample, name in zip(group.samples, names, strict=True)]
-    group = replace(group, samples=tuple(samples))
+    pairs = zip(group.samples, ("s0", "s0.1", "s0.2", "s1"), strict=True)
+    group = replace(group, samples=tuple(replace(sample, id=name) for sample, name in pairs))
     assert [sample.id for sample in group.ends] == ["s0.2", "s1"]
-    for name, thresholds in (
-        ("check_mixed_accuracy", {"high": 0.75}),
-        ("check_mixed_accuracy", {"high": 0.75, "part": "r"}),
-        ("check_reward_nonzero_std", {"min_std": 0.49}),
-    ):
-        assert FILTERS[name](group, **thresholds) == FilterDecision(keep=True)
-    assert FILTERS["check_min_reward"](group, min_reward=0.6).detail.startswith(
-        "mean reward 0.5 of 2 samples"
-    )
     assert RANKERS["reward_std"](group) == 0.5
-    long = FILTERS["check_reasonable_length"](group, max_tokens=8, max_outside_fraction=0.4)
-    alike = FILTERS["check_response_diversity"](group, min_unique_fraction=1.1)
-    assert long.detail.startswith("1 of 2 responses") and alike.detail.startswith("2 of 2 responses")
+    for name, thresholds, detail in read_cells("""
+check_mixed_accuracy     | high = 0.75              |
+check_mixed_accuracy     | high = 0.75, part = "r"  |
+check_reward_nonzero_std | min_std = 0.49           |
+check_min_reward         | min_reward = 0.6         | mean reward 0.5 of 2 samples
+check_reasonable_length  | max_tokens = 8, max_outside_fraction = 0.4 | 1 of 2 responses
+check_response_diversity | min_unique_fraction = 1.1 | 2 of 2 responses
+"""):
+        decision = FILTERS[name](group, **read_params(thresholds))
+        assert decision == FilterDecision(keep=True) if not detail else decision.detail.startswith(detail)
 
 
 def test_a_group_of_truncated_samples_alone_is_dropped():
     group = make_group([0, 1])
     cut = tuple(replace(sample, status=Status.TRUNCATED) for sample in group.samples)
-    reasons = [
-        FILTERS["check_some_complete"](replace(group, samples=samples)).reason
-        for samples in (cut, (cut[0], group.samples[1]))
-    ]
-    assert reasons == ["truncated", ""]
+    for samples, reason in ((cut, "truncated"), ((cut[0], group.samples[1]), "")):
+        assert FILTERS["check_some_complete"](replace(group, samples=samples)).reason == reason
 
 
 @cases("""
@@ -105,3 +100,73 @@ def test_what_cannot_be_judged_is_named(name, thresholds: dict, rewards: list[fl
         group = replace(group, samples=(Sample(id="s", prompt="q"),))
     with pytest.raises((ValueError, PlugInError, ConfigError), match=message):
         make_filter(name, **thresholds)(group)
+
+
+# --- votes --------------------------------------------------------------------------------------------------
+
+
+# answers in launch order, - for none | rules | label | votes of valid answers
+@cases("""
+given      | rules                        | label | votes
+7 7 8 7 -  |                              | 7 | 3 of 4
+7 8        |                              | - | 1 of 2
+8 7 7 8    | ties = "first"               | 8 | 2 of 4
+8 7 7      | ties = "none"                | 7 | 2 of 3
+9 8 8 7 7  |                              | - | 2 of 5
+- -        |                              | - | 0 of 0
+           |                              | - | 0 of 0
+- 3        |                              | 3 | 1 of 1
+7 7 8 7 -  | min_ratio = 0.75             | 7 | 3 of 4
+7 7 8 7 -  | min_ratio = 0.76             | - | 3 of 4
+7 7 8 7 -  | min_ratio = 0.6, of = "all"  | 7 | 3 of 4
+7 7 8 7 -  | min_ratio = 0.61, of = "all" | - | 3 of 4
+""")
+def test_votes_follow_their_rules(given, rules: dict, label, votes):
+    answers = [None if answer == "-" else answer for answer in given.split()]
+    consensus = compute_consensus(answers, **rules)
+    assert (consensus.label or "-", f"{consensus.votes} of {consensus.num_valid}") == (label, votes)
+    assert list(consensus.rewards) == [float(answer == label) for answer in answers]
+
+
+def test_a_label_that_is_false_is_a_label():
+    assert compute_consensus([0, 0, 1]).label == 0
+
+
+def score(*answers, **rules):
+    """A group of these answers, "" for none, with the reward of each."""
+    samples = [Sample(id=f"s{at}", prompt="q", response=answer) for at, answer in enumerate(answers)]
+    reward = make_consensus_reward(lambda sample: sample.response or None, **rules)
+    results = check_group_rewards(reward(samples), len(samples), "consensus")
+    scored = [apply_reward(sample, result) for sample, result in zip(samples, results, strict=True)]
+    return SampleGroup(0, "row-0", tuple(scored))
+
+
+def test_a_group_is_rewarded_with_its_parts():
+    group = score("7", "7", "8", "", min_ratio=0.5)
+    assert group.rewards.tolist() == [1.0, 1.0, 0.0, 0.0]
+    for sample, agrees, has_answer in zip(group.samples, [1, 1, 0, 0], [1, 1, 1, 0], strict=True):
+        parts = {"agrees": agrees, "has_answer": has_answer, "vote_ratio": 2 / 3, "has_label": 1}
+        assert sample.rewards == parts
+    assert group.samples[0].metadata["reward_note"] == "label '7'"
+
+
+def test_a_group_without_consensus_is_dropped_by_name():
+    divided, majority = score("7", "8"), score("7", "7", "8")
+    for group, rules, says in ((divided, {}, "vote ratio 0.5"), (majority, {"min_ratio": 0.7}, "below 0.7")):
+        decision = check_consensus(group, **rules)
+        assert (decision.keep, decision.reason) == (False, "no_consensus") and says in decision.detail
+    assert check_reward_nonzero_std(divided).reason == "zero_variance"
+    assert check_consensus(majority).keep
+    with pytest.raises(ValueError, match="needs the part 'has_label' of the reward"):
+        check_consensus(SampleGroup(0, "row-0", (Sample(id="s", prompt="q", response="7"),)))
+
+
+@cases("""
+rules           | wrong
+min_ratio = 1.1 | min_ratio=1.1
+ties = "last"   | ties='last'; it must be one of none, first
+of = "some"     | of='some'
+""")
+def test_rules_that_make_no_sense_are_refused_when_made(rules: dict, wrong):
+    with pytest.raises(ConfigError, match=wrong):
+        make_consensus_reward(lambda sample: None, **rules)

@@ -5,20 +5,14 @@ from typing import Any
 
 import pytest
 import trio
-import trio.testing
+from trio.testing import wait_all_tasks_blocked
 
 from rollouts.engines.fleet import open_fleet
 from rollouts.engines.fleet_members import Member
 from rollouts.errors import (
     EngineClosed,
-    EngineError,
     EngineOverloaded,
-    EngineSetupError,
-    EngineSilent,
-    InfrastructureError,
     ReplyError,
-    RequestRefused,
-    WeightVersionError,
 )
 from rollouts.testing import engine_contracts
 from rollouts.testing.fakes import ScriptedEngine
@@ -33,7 +27,9 @@ from tests.unit.fleet_engines import (
     ask_in_vain,
     asking,
     fail,
+    find_member,
     fleet_of,
+    fleet_of_two,
     gather,
     hang,
     state_of,
@@ -58,8 +54,7 @@ async def test_a_fleet_keeps_the_contract_of_an_engine(check, autojump_clock):
 
 async def test_a_group_stays_on_one_engine_until_that_is_much_busier(autojump_clock, monkeypatch):
     monkeypatch.setattr("rollouts.engines.fleet_members.AFFINITY_SLACK", 3)
-    a, b = map(FakeEngine, "ab")
-    async with fleet_of(a, b) as fleet:
+    async with fleet_of_two() as (fleet, a, b):
         await gather(fleet, *NAMES[:7], affinity="g")
         # r0 pins a; a takes r1..r3 while it is at most 3 ahead of b (which has none), then b, then a again,
         # as b catches up
@@ -73,8 +68,7 @@ async def test_a_trajectory_stays_where_its_last_turn_was_answered_until_that_is
 ):
     monkeypatch.setattr("rollouts.engines.fleet_members.TRAJECTORY_SLACK", 2)
     monkeypatch.setattr("rollouts.engines.fleet.TRAJECTORIES", 4)
-    a, b = map(FakeEngine, "ab")
-    async with fleet_of(a, b) as fleet:
+    async with fleet_of_two() as (fleet, a, b):
         fleet.close_admission(b)
         await gather(fleet, "w#0", "x#0", "y#0", "z#0")
         fleet.commit(b, 0)
@@ -85,14 +79,13 @@ async def test_a_trajectory_stays_where_its_last_turn_was_answered_until_that_is
         await gather(fleet, "x#2")
         fleet.commit(a, 0)
         await gather(fleet, "x#3", "y#2")
-        assert (b.asked[1:], a.asked[-1]) == (["z#2", "x#2", "x#3"], "y#2"), "x has moved, y has not"
+        assert (b.asked[1:], a.asked[-1]) == (["z#2", "x#2", "x#3"], "y#2")  # x has moved, y has not
         await gather(fleet, "new#0")
         assert len(fleet._answered_by) == 4 and "new" in fleet._answered_by
 
 
 async def test_requests_go_to_whoever_has_fewest_and_queue_in_order(autojump_clock):
-    a, b = map(FakeEngine, "ab")
-    async with fleet_of(a, b, max_concurrency=1) as fleet:
+    async with fleet_of_two(max_concurrency=1) as (fleet, a, b):
         await gather(fleet, *NAMES[:6])
     pairs = [sorted(pair) for pair in zip(a.asked, b.asked, strict=True)]
     assert pairs == [["r0", "r1"], ["r2", "r3"], ["r4", "r5"]] and a.asked_at == b.asked_at == [0, 1, 2]
@@ -101,12 +94,11 @@ async def test_requests_go_to_whoever_has_fewest_and_queue_in_order(autojump_clo
 # --- failures ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "error", [UNREACHABLE, GARBAGE, EngineSilent("60 s"), InfrastructureError("500")], ids=repr
-)
-async def test_an_engines_failure_is_retried_elsewhere_and_the_engine_checked(autojump_clock, error):
-    a, b = FakeEngine("a", fail(error, times=1)), FakeEngine("b")
-    async with fleet_of(a, b) as fleet:
+@cases("error: EngineUnreachable ReplyError EngineSilent InfrastructureError")
+async def test_an_engines_failure_is_retried_elsewhere_and_the_engine_checked(
+    autojump_clock, error: Exception
+):
+    async with fleet_of_two(fail(error, times=1)) as (fleet, a, b):
         completion = await fleet.generate(ask("r"))
         assert completion.finish_reason == "stop" and a.asked == b.asked == ["r"]
         assert (a.checks, b.checks, state_of(fleet, "a")) == (1, 0, "healthy")
@@ -115,19 +107,18 @@ async def test_an_engines_failure_is_retried_elsewhere_and_the_engine_checked(au
 
 
 async def test_a_suspect_gets_nothing_while_it_is_checked(autojump_clock):
-    a, b = FakeEngine("a", fail(UNREACHABLE, times=1)), FakeEngine("b")
-    a.health_hangs = True
-    async with fleet_of(a, b) as fleet:
+    async with fleet_of_two(fail(UNREACHABLE, times=1)) as (fleet, a, b):
+        a.health_hangs = True
         await gather(fleet, *NAMES[:8])
         assert state_of(fleet, "a") == "suspect"
         assert a.asked == ["r0"] and len(b.asked) == 8
         await trio.sleep(3 * 10 + 1 + 2)
-        assert state_of(fleet, "a") == "dead", "a check that hangs has a deadline"
+        assert state_of(fleet, "a") == "dead"  # a check that hangs has a deadline
 
 
 async def test_a_suspect_of_another_version_goes_stale_and_is_announced(autojump_clock):
-    a, b, warnings = FakeEngine("a", fail(UNREACHABLE, times=1)), FakeEngine("b"), []
-    async with fleet_of(a, b, warnings=warnings) as fleet:
+    warnings = []
+    async with fleet_of_two(fail(UNREACHABLE, times=1), warnings=warnings) as (fleet, a, _):
         a.version = -1  # its server was restarted by someone
         await fleet.generate(ask("r"))
         assert await fleet.stale_members.receive() is a
@@ -140,8 +131,7 @@ async def test_a_suspect_of_another_version_goes_stale_and_is_announced(autojump
 
 
 async def test_a_reply_of_weights_nobody_committed_is_never_delivered(autojump_clock):
-    a, b = map(FakeEngine, "ab")
-    async with fleet_of(a, b) as fleet:
+    async with fleet_of_two() as (fleet, a, _):
         for version in (4, -1):
             update(fleet, 3)
             a.version = version
@@ -149,12 +139,16 @@ async def test_a_reply_of_weights_nobody_committed_is_never_delivered(autojump_c
     assert a.asked == ["r", "r"]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [GARBAGE, EngineError("gave 404"), WeightVersionError("another version"), EngineSetupError("flags")],
-    ids=repr,
-)
-async def test_an_engine_that_fails_every_request_at_once_draws_no_others_and_dies(autojump_clock, error):
+@cases("""
+error
+ReplyError: the log-prob of token 0 is nan
+EngineError: gave 404
+WeightVersionError: another version
+EngineSetupError: flags
+""")
+async def test_an_engine_that_fails_every_request_at_once_draws_no_others_and_dies(
+    autojump_clock, error: Exception
+):
     """Though its health is fine."""
     a, b, warnings = FakeEngine("a", fail(error, wait_s=0.01)), FakeEngine("b", seconds=10), []
     async with fleet_of(a, b, warnings=warnings, max_concurrency=64) as fleet:
@@ -175,9 +169,9 @@ async def test_one_broken_moment_of_many_requests_is_one_failure(autojump_clock)
         assert state_of(fleet, "a") == "healthy" and fleet.statistics()["engine/a/failures"] == 50
 
 
-@pytest.mark.parametrize("error", [RequestRefused("too long"), ValueError("a bug")])
-async def test_refusals_and_bugs_are_the_callers(autojump_clock, error):
-    a, b = FakeEngine("a", fail(error)), FakeEngine("b", fail(error))
+@cases("error: RequestRefused ValueError")
+async def test_refusals_and_bugs_are_the_callers(autojump_clock, error: Exception):
+    a, b = (FakeEngine(name, fail(error)) for name in "ab")
     async with fleet_of(a, b) as fleet:
         with pytest.raises(type(error)) as caught:
             await fleet.generate(ask("r"))
@@ -210,7 +204,7 @@ async def test_nothing_but_overload_is_given_up_after_the_limit(autojump_clock, 
     async with fleet_of(a, down_limit_s=1000) as fleet:
         await ask_in_vain(fleet, EngineOverloaded, r"met nothing but overload for down_limit_s=1000.*429")
         assert 1000 <= trio.current_time() <= 1000 + 310  # a server may ask for 300 s of rest at most
-        assert retry_after_s != 4.0 or len(a.asked) > 100, "no number of overloads ends it before"
+        assert retry_after_s != 4.0 or len(a.asked) > 100  # no number of overloads ends it before
         assert len(a.asked) < 1000 and state_of(fleet, "a") == "healthy"
 
 
@@ -234,12 +228,12 @@ async def test_abort_all_answers_who_runs_who_is_between_two_tries_and_who_waits
         assert {answer.finish_reason for answer in answers} == {"abort"}
 
 
-@pytest.mark.parametrize("attempt", range(10))
+@cases("attempt", range(10))
 async def test_abort_all_catches_who_is_on_the_way_to_an_engine(autojump_clock, attempt):
     async with fleet_of(FakeEngine("a", seconds=100)) as fleet:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(fleet.generate, ask("r"))
-            while not fleet._members["a"].calls:
+            while not find_member(fleet, "a").calls:
                 await trio.lowlevel.checkpoint()
             await fleet.abort_all()
         assert trio.current_time() == 0
@@ -269,9 +263,9 @@ async def test_leaving_the_fleet_ends_everyones_wait(autojump_clock):
         open_fleet([Member(a)], max_concurrency=1, warn=print) as fleet,
     ):
         update(fleet, 0)
-        for name in ("r", "s"):
+        for name in "rs":
             nursery.start_soon(ask_until_closed, name)
-            await trio.testing.wait_all_tasks_blocked()
+            await wait_all_tasks_blocked()
         assert a.asked == ["r"] and fleet.statistics()["fleet/queued"] == 1
     assert not fleet._calls and not a.running
     with pytest.raises(trio.EndOfChannel):

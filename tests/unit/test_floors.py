@@ -5,7 +5,6 @@ torch or wait on trio. How long a file and a function may be.
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = """messages metric_kinds
 errors types
-run_dir protocols crash_points
+run_dir protocols crash_points codec
 config losses advantages kl_control schedules filters pair_selection metrics device_thread processes
 data ranks futures blocking
 models
@@ -28,14 +27,15 @@ preflight inspect replay trackers client serve testing
 cli __main__"""
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS.splitlines()) for room in rooms.split()}
 LOADS_TORCH = """losses ranks device_thread models checkpoints engines.local reference rewards.reward_model
-    rewards.curiosity weight_sync backends evaluation.policy_metrics testing.torch_contracts replay serve"""
+    rewards.curiosity weight_sync backends evaluation.policy_metrics testing.torch_contracts replay serve
+    client.weights client.engine"""
 NEVER_TRIO = """types errors run_dir crash_points config advantages kl_control schedules filters
     pair_selection losses data models generation.rollouts"""
 TORCH = "torch transformers accelerate safetensors.torch torchao"  # importing one of these loads torch
 BANNED = "asyncio pickle cloudpickle dill marshal"
 
 
-def find_imports(node: ast.AST) -> Iterator[str]:
+def find_imports(node):
     """Every import below `node` but those under TYPE_CHECKING. `from a import b` gives both a and a.b, for b
     may be a module.
     """
@@ -44,7 +44,7 @@ def find_imports(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
-        assert node.module and not node.level, "imports are absolute"
+        assert node.module and not node.level  # imports are absolute
         yield node.module
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
     for child in ast.iter_child_nodes(node):
@@ -58,7 +58,7 @@ MODULES = {
 
 
 @cache
-def find_pairs() -> list[tuple[str, str]]:
+def find_pairs():
     """Every module with each that it imports."""
     return [
         (module, target)
@@ -67,12 +67,12 @@ def find_pairs() -> list[tuple[str, str]]:
     ]
 
 
-def room_of(module: str) -> str:
+def room_of(module):
     """The part after `rollouts.`; empty for the package itself."""
     return module.partition(".")[2].partition(".")[0]
 
 
-def is_in(module: str, names: str) -> bool:
+def is_in(module, names):
     """Whether the module is one of the names, or inside one."""
     return any(f"{module}.".startswith(f"{name}.") for name in names.split())
 
@@ -132,7 +132,7 @@ def test_no_function_is_longer_than_60_lines_and_no_file_than_500():
     long = {}
     for folder in ("rollouts", "integration_training", "tests", "benchmarks"):
         for file in (ROOT / folder).rglob("*.py"):
-            text = file.read_text("utf-8")
+            text = file.read_text()
             sizes = {str(file): len(text.splitlines()) / 500}
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

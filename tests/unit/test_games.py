@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import pytest
 from reasoning_gym.factory import create_dataset
 from reasoning_gym.utils import extract_answer
 
@@ -12,26 +11,26 @@ from rollouts.environments.adapters.gymnasium_games import open_gymnasium
 from rollouts.environments.adapters.reasoning_gym_games import open_reasoning_gym
 from rollouts.environments.protocol import Turn
 from tests.support.text_tables import cases
+from tests.unit.chat_tokenizers import turn
 
 ROW = {"prompt": "Reach G.", "prompt_id": "row-1", "epoch": 0}
-MOVES = ["left", "down", "right", "up"]  # of which index() raises ValueError
 
 
-def say(game, text: str) -> Any:
+def say(game, text):
     """What a game answers: text, or its text, the reward, whether it is over, and metadata."""
-    seen = game.step(Turn(message={"role": "assistant", "content": text}, text=f"<think>…{text}"))
+    seen = game.step(Turn(message=turn("assistant", text), text=f"<think>…{text}"))
     return seen if isinstance(seen, str) else (seen.messages, seen.reward, seen.done, seen.metadata)
 
 
-def open_toy(env_id: str, **options):
+def open_toy(env_id, **options):
     return open_gymnasium(env_id, **{"render": lambda seen, info, env: f"{seen}", "act": int, **options})
 
 
 def test_a_lake_is_crossed_step_by_step():
-    game = open_toy("FrozenLake-v1", act=MOVES.index, is_slippery=False)(ROW)
-    assert game.reset() == [{"role": "user", "content": "Reach G.\n\n0"}]
+    game = open_toy("FrozenLake-v1", act=["left", "down", "right", "up"].index, is_slippery=False)(ROW)
+    assert game.reset() == [turn("user", "Reach G.\n\n0")]
     assert say(game, "dive") == "Error: 'dive' is not in list"
-    seen = [say(game, move) for move in ("down", "down", "right", "right", "down", "right")]
+    seen = [say(game, move) for move in ["down", "down", "right", "right", "down", "right"]]
     assert (seen[1], seen[-1]) == (("8", 0.0, False, {}), ("15", 1.0, True, {}))
     game.close()
     short = open_toy("FrozenLake-v1", max_episode_steps=1)(ROW)
@@ -61,10 +60,9 @@ def test_a_stopped_game_goes_on_as_it_would_have(env_id):
 
 
 def test_a_prompt_of_messages_gets_the_game_in_its_last_turn():
-    rules = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Play."}]
-    begun = begin_game({"prompt": rules}, "board")
-    assert begun == [rules[0], {"role": "user", "content": "Play.\n\nboard"}]
-    assert begin_game({"prompt": ""}, "board") == [{"role": "user", "content": "board"}]
+    rules = [turn("system", "Be brief."), turn("user", "Play.")]
+    assert begin_game({"prompt": rules}, "board") == [rules[0], turn("user", "Play.\n\nboard")]
+    assert begin_game({"prompt": ""}, "board") == [turn("user", "board")]
 
 
 # --- reasoning-gym ------------------------------------------------------------------------------------------
@@ -72,19 +70,19 @@ def test_a_prompt_of_messages_gets_the_game_in_its_last_turn():
 AGAIN = ("That is not right. Try again.", None, False, {})
 
 
-@pytest.mark.parametrize(
-    ("dataset", "options", "said", "reward"),
-    [
-        ("chain_sum", {}, [" {answer}\n"], 1.0),
-        ("chain_sum", {}, ["no", "{answer}"], 0.5),
-        ("chain_sum", {"discount": 0.1, "tries": 2}, ["no", "{answer}"], 0.1),
-        ("chain_sum", {}, ["no", "no", "no"], 0.0),
-        ("chain_sum", {"read": extract_answer}, ["<answer>{answer}</answer>"], 1.0),
-        ("prime_factorization", {}, ["at which its scorer raises", "{answer}"], 0.5),
-    ],
-)
-def test_each_wrong_answer_takes_its_share_of_the_reward(dataset, options, said, reward):
+@cases("""
+dataset   | options                   | said                          | reward
+chain_sum |                           | [" {answer}\\n"]              | 1.0
+chain_sum |                           | ["no", "{answer}"]            | 0.5
+chain_sum | discount = 0.1, tries = 2 | ["no", "{answer}"]            | 0.1
+chain_sum |                           | ["no", "no", "no"]            | 0.0
+chain_sum | read = "extract_answer"   | ["<answer>{answer}</answer>"] | 1.0
+prime_factorization |                 | ["at which its scorer raises", "{answer}"] | 0.5
+""")
+def test_each_wrong_answer_takes_its_share_of_the_reward(dataset, options: dict, said: Any, reward: float):
     entry = create_dataset(dataset, size=1, seed=3)[0]
+    if "read" in options:
+        options["read"] = extract_answer
     row = json.loads(json.dumps({**entry, "prompt": entry["question"], "source_dataset": dataset}))
     game = open_reasoning_gym(**options)(row)
     *before, last = [say(game, text.format(**entry)) for text in said]

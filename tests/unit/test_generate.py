@@ -9,13 +9,13 @@ from rollouts.testing.fakes import ScriptedEngine, ScriptedReply, fake_uniform
 from rollouts.types import Sample, SamplingParams, Status
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 from tests.support.text_tables import cases
-from tests.unit.chat_tokenizers import family_tokenizer
+from tests.unit.chat_tokenizers import family_tokenizer, turn
 
 SAMPLING = SamplingParams(max_new_tokens=4, stop_token_ids=(FAKE_END,), seed=5)
 PENDING = Sample(id="g00000000-s000", prompt="hi", group_index=0, metadata={"answer": "x"})
 
 
-async def generate(engine: ScriptedEngine, sample: Sample = PENDING, tokenizer=None) -> Sample:
+async def generate(engine, sample=PENDING, tokenizer=None):
     chat_generate = make_chat_generate(tokenizer or FakeTokenizer())
     return await chat_generate(sample, engine, SAMPLING)
 
@@ -47,18 +47,18 @@ async def test_the_status_says_why_it_ended(text, finish, status, length: int):
 
 
 async def test_messages_are_a_conversation_text_is_one_user_turn_and_each_is_tokenized_once():
-    engine, tokenizer, user = ScriptedEngine(), FakeTokenizer(), {"role": "user", "content": "hi"}
+    engine, tokenizer, user = ScriptedEngine(), FakeTokenizer(), turn("user", "hi")
     chat_generate = make_chat_generate(tokenizer)
-    prompts = ["hi", (user,), ({"role": "system", "content": "be brief"}, user)]
+    prompts = ["hi", (user,), (turn("system", "be brief"), user)]
     for prompt in prompts * 2:  # the samples of a prompt share one tokenisation
         await chat_generate(Sample(id="s", prompt=prompt), engine, SAMPLING)
-    text, messages, with_system, *again = [
+    asked = [
         tokenizer.decode(request.prompt_ids.tolist(), skip_special_tokens=False)
         for request in engine.requests
     ]
-    assert text == messages == "<|start|>user\nhi<|end|><|start|>assistant\n"
-    assert with_system == "<|start|>system\nbe brief<|end|>" + text
-    assert again == [text, messages, with_system] and len(tokenizer.encoded) == 3
+    text = "<|start|>user\nhi<|end|><|start|>assistant\n"
+    assert asked == [text, text, "<|start|>system\nbe brief<|end|>" + text] * 2
+    assert len(tokenizer.encoded) == 3
 
 
 CALLING = """[{"role": "user", "content": "Oslo?"},
@@ -71,8 +71,7 @@ TOOL = '{"type": "function", "function": {"name": "weather", "parameters": {"typ
 async def test_tool_calls_of_the_prompt_and_tools_of_the_sample_reach_the_template():
     tokenizer = family_tokenizer("qwen2_5")
     engine = ScriptedEngine(vocab_size=len(tokenizer), context_length=2048)
-    prompt, tools = tuple(json.loads(CALLING)), [json.loads(TOOL)]
-    sample = Sample(id="a", prompt=prompt, metadata={"tools": tools})
+    sample = Sample(id="a", prompt=tuple(json.loads(CALLING)), metadata={"tools": [json.loads(TOOL)]})
     await generate(engine, sample, tokenizer)
     text = str(tokenizer.decode(engine.requests[0].prompt_ids.tolist()))
     assert f"<tools>\n{TOOL}\n</tools>" in text
@@ -103,7 +102,7 @@ async def test_an_aborted_sample_goes_on_after_its_tokens():
     assert sample.rollout_log_probs[:-2].tolist() == aborted.rollout_log_probs.tolist()
     (request,) = engine.requests
     assert request.request_id == f"{PENDING.id}@2" and request.sampling.max_new_tokens == 2
-    assert request.sampling.seed != first.requests[0].sampling.seed, "it would repeat the draws of the first"
+    assert request.sampling.seed != first.requests[0].sampling.seed  # it would repeat the draws of the first
 
 
 async def test_an_aborted_sample_without_a_sampled_token_starts_again():

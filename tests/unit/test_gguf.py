@@ -5,8 +5,6 @@ named.
 import importlib.util
 import os
 import tomllib
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,36 +19,29 @@ from tests.support.text_tables import cases, read_cells
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 torch.set_num_threads(1)
-HIDDEN, HEADS, KV_HEADS, LAYERS = 32, 4, 2, 2
 TOKENS = [*(text for _, text in sorted(bytes_to_unicode().items())), "he", "<|im_start|>", "<|im_end|>"]
 
 
 # GGUF's name of each tensor, by Hugging Face's, and its shape
-BLOCK: dict[str, tuple[str, tuple[int, ...]]] = {
-    ours: (theirs, tuple(map(int, shape.split())))
+NAMES = {
+    ours.replace("LAYER", layer): (theirs.replace("LAYER", layer), [*map(int, shape.split())])
+    for layer in "01"
     for ours, theirs, shape in read_cells("""
-input_layernorm          | attn_norm   | 32
-post_attention_layernorm | ffn_norm    | 32
-self_attn.q_proj         | attn_q      | 32 32
-self_attn.k_proj         | attn_k      | 16 32
-self_attn.v_proj         | attn_v      | 16 32
-self_attn.o_proj         | attn_output | 32 32
-mlp.gate_proj            | ffn_gate    | 48 32
-mlp.up_proj              | ffn_up      | 48 32
-mlp.down_proj            | ffn_down    | 32 48
+model.embed_tokens                          | token_embd            | 259 32
+model.norm                                  | output_norm           | 32
+model.layers.LAYER.input_layernorm          | blk.LAYER.attn_norm   | 32
+model.layers.LAYER.post_attention_layernorm | blk.LAYER.ffn_norm    | 32
+model.layers.LAYER.self_attn.q_proj         | blk.LAYER.attn_q      | 32 32
+model.layers.LAYER.self_attn.k_proj         | blk.LAYER.attn_k      | 16 32
+model.layers.LAYER.self_attn.v_proj         | blk.LAYER.attn_v      | 16 32
+model.layers.LAYER.self_attn.o_proj         | blk.LAYER.attn_output | 32 32
+model.layers.LAYER.mlp.gate_proj            | blk.LAYER.ffn_gate    | 48 32
+model.layers.LAYER.mlp.up_proj              | blk.LAYER.ffn_up      | 48 32
+model.layers.LAYER.mlp.down_proj            | blk.LAYER.ffn_down    | 32 48
+lm_head                                     | output                | 259 32
 """)
 }
-NAMES: dict[str, tuple[str, tuple[int, ...]]] = {
-    "model.embed_tokens": ("token_embd", (len(TOKENS), HIDDEN)),
-    "model.norm": ("output_norm", (HIDDEN,)),
-    **{
-        f"model.layers.{layer}.{ours}": (f"blk.{layer}.{theirs}", shape)
-        for layer in range(LAYERS)
-        for ours, (theirs, shape) in BLOCK.items()
-    },
-    "lm_head": ("output", (len(TOKENS), HIDDEN)),
-}
-SETTINGS: dict[str, Any] = tomllib.loads("""
+SETTINGS = tomllib.loads("""
 context_length = 128
 embedding_length = 32
 block_count = 2
@@ -67,11 +58,11 @@ bos_token_id = 257
 eos_token_id = 258
 pad_token_id = 258
 """)
-SETTINGS |= {"vocab_size": len(TOKENS), "token_list": TOKENS, "chat_template": CHAT_TEMPLATE}
-SETTINGS["token_types"] = [1] * 257 + [3] * 2
+SETTINGS |= {"vocab_size": len(TOKENS), "token_list": TOKENS, "token_types": [1] * 257 + [3] * 2}
+SETTINGS["chat_template"] = CHAT_TEMPLATE
 
 
-def write_gguf(path: Path, *, seed: int = 0, leave_out: str = "output") -> dict[str, np.ndarray]:
+def write_gguf(path, *, seed=0, leave_out="output"):
     """A two-layer Llama in float32 with a byte-level BPE tokenizer, tied unless it has "output". Returns its
     tensors by GGUF name. `leave_out`: names of tensors, divided by spaces.
     """
@@ -91,7 +82,7 @@ def write_gguf(path: Path, *, seed: int = 0, leave_out: str = "output") -> dict[
     return tensors
 
 
-def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
+def unpermute(weight, heads):
     """GGUF interleaves the two rotary halves of each head; Hugging Face keeps them apart."""
     return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
@@ -105,7 +96,7 @@ def test_a_gguf_file_becomes_a_directory_with_the_same_weights_and_tokenizer(tie
     weights = load_hf_model(path).state_dict()
     assert {f"{name}.weight" for name in NAMES} == set(weights)
     for ours, (theirs, _) in NAMES.items():
-        heads = HEADS if theirs.endswith("attn_q") else KV_HEADS if theirs.endswith("attn_k") else 0
+        heads = {"attn_q": 4, "attn_k": 2}.get(theirs.rpartition(".")[2])
         expected = unpermute(tensors[theirs], heads) if heads else tensors[theirs]
         np.testing.assert_array_equal(weights[f"{ours}.weight"].numpy(), expected, err_msg=ours)
     tokenizer = load_tokenizer(path)

@@ -9,9 +9,9 @@ there, a preset of ours as an [rl] table here.
 
 import contextlib
 import json
+import tomllib
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,20 +19,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from rollouts.advantages import ADVANTAGES, AdvantageInputs
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.loops.rl_batch import make_loss_spec
-from rollouts.losses import LOSSES, LossInputs, LossOutput
+from rollouts.losses import LOSSES, LossInputs
 from rollouts.types import metric_values
 from tests.unit.test_against_trl import Model, stack, table
 
 # Two prompts of one token, three completions each; the rewards are those of two functions, which are added.
 PROMPTS = [0, 0, 0, 3, 3, 3]
-COMPLETIONS = [[1, 2, 3, 4], [6, 5, 1], [3], [2, 2, 6, 4, 1], [5, 0, 3], [4, 6]]
-REWARDS = [[1.0, 0.2], [0.0, 0.4], [0.5, 0.0], [0.0, 1.0], [0.0, 0.7], [1.0, 0.1]]
-MAX_COMPLETION_LENGTH = 8
+COMPLETIONS = json.loads("[[1, 2, 3, 4], [6, 5, 1], [3], [2, 2, 6, 4, 1], [5, 0, 3], [4, 6]]")
+REWARDS = json.loads("[[1.0, 0.2], [0.0, 0.4], [0.5, 0.0], [0.0, 1.0], [0.0, 0.7], [1.0, 0.1]]")
+RL = """
+steps = 1
+data = { kind = "jsonl", path = "x.jsonl" }
+rollout = { num_prompts = 2, samples_per_prompt = 3, max_new_tokens = 8 }
+"""
+GRPO = """{"use_cpu": true, "bf16": false, "report_to": [], "num_generations": 3, "num_iterations": 2,
+    "max_completion_length": 8, "per_device_train_batch_size": 6}"""
 POLICY, REFERENCE = table(1), table(2)
 OLD = POLICY + 0.1 * table(3)
 ENGINE = OLD + 0.04 * table(4)
@@ -41,7 +46,7 @@ DIRECTION = table(5)  # a recorded slope is the gradient's product with it
 Case = dict[str, Any]
 """theirs: of GRPOConfig; rl: an [rl] table; equal: or different there, as a test below says; recorded: TRL's
 loss and slope."""
-CASES: dict[str, Case] = json.loads(Path(__file__).with_name("trl_grpo.json").read_text("utf-8"))
+CASES = json.loads(Path(__file__).with_name("trl_grpo.json").read_text())
 EQUAL = [name for name, case in CASES.items() if case["equal"]]
 
 METRICS = {
@@ -55,7 +60,7 @@ METRICS = {
 # --- ours ---------------------------------------------------------------------------------------------------
 
 
-def score(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def score(weights):
     """Log-probs and entropies of the completions' tokens [B, T], 0 outside the mask, and the mask."""
     ids, mask = stack([[prompt, *row] for prompt, row in zip(PROMPTS, COMPLETIONS, strict=True)])
     log_probs, mask = weights[ids[:, :-1]].log_softmax(-1), mask[:, 1:]
@@ -64,21 +69,18 @@ def score(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(mask, own, 0.0), torch.where(mask, entropies, 0.0), mask
 
 
-def config_of(case: Case) -> RLTrainingConfig:
-    rollout = {"num_prompts": 2, "samples_per_prompt": 3, "max_new_tokens": MAX_COMPLETION_LENGTH}
-    data = {"kind": "jsonl", "path": "x.jsonl"}
-    return RLTrainingConfig.model_validate({"data": data, "steps": 1, "rollout": rollout} | case["rl"])
+def config_of(case):
+    return RLTrainingConfig.model_validate(tomllib.loads(RL) | case["rl"])
 
 
-def our_advantages(case: Case) -> list[float]:
+def our_advantages(case):
     config, rewards = config_of(case), np.array(REWARDS)
     named = dict(zip("ab", rewards.T, strict=True))
     inputs = AdvantageInputs(rewards=rewards.sum(-1), group_indices=np.array(PROMPTS), named_rewards=named)
-    params: dict[str, Any] = dict(config.advantage_params)
-    return np.asarray(ADVANTAGES[config.advantage](inputs, **params)).tolist()
+    return np.asarray(ADVANTAGES[config.advantage](inputs, **config.advantage_params)).tolist()
 
 
-def our_loss(case: Case, weights: Tensor) -> tuple[Tensor, LossOutput]:
+def our_loss(case, weights):
     """The mean and what it is the mean of."""
     log_probs, entropy, mask = score(weights)
     inputs = LossInputs(
@@ -100,7 +102,7 @@ def test_our_losses_are_the_numbers_that_trl_computed(name):
     weights = POLICY.clone().requires_grad_()
     loss, _ = our_loss(CASES[name], weights)
     (gradient,) = torch.autograd.grad(loss, weights)
-    found = float(loss.detach()), float((gradient * DIRECTION).sum())
+    found = loss.item(), float((gradient * DIRECTION).sum())
     assert found == pytest.approx(CASES[name]["recorded"], rel=1e-9)
 
 
@@ -112,7 +114,7 @@ class TrainedModel(Model):
 
 
 @pytest.fixture
-def trl(monkeypatch) -> Iterator[Any]:
+def trl(monkeypatch):
     """TRL's GRPO; a table has no gradient checkpointing to switch off. TRL makes tensors of the default
     dtype.
     """
@@ -128,16 +130,13 @@ def trl(monkeypatch) -> Iterator[Any]:
     torch.set_default_dtype(default)
 
 
-def make_trainer(trl, case: Case, folder: Path):
+def make_trainer(trl, case, folder):
     """A trainer that its __init__ has not run on: that wants a model and its tokenizer. It takes most
     settings over under their own names.
     """
-    fixed = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": [], "num_generations": 3}
-    fixed |= {"max_completion_length": MAX_COMPLETION_LENGTH, "per_device_train_batch_size": 6}
-    fixed |= {"num_iterations": 2}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of a setting's name, by transformers
-        args = trl.config(**fixed | case["theirs"])
+        args = trl.config(output_dir=str(folder), **json.loads(GRPO) | case["theirs"])
     fake = trl.trainer.__new__(trl.trainer)
     vars(fake).update(vars(args))
     vars(fake).update(
@@ -180,13 +179,13 @@ def make_trainer(trl, case: Case, folder: Path):
     return fake
 
 
-def generate(*, with_log_probs: bool) -> tuple[object, ...]:
+def generate(*, with_log_probs):
     rows = [row[: len(ids)] for row, ids in zip(score(ENGINE)[0].tolist(), COMPLETIONS, strict=True)]
     prompts, texts = [[prompt] for prompt in PROMPTS], [""] * len(PROMPTS)
     return prompts, COMPLETIONS, None, texts, rows if with_log_probs else None, {}, None, None
 
 
-def trl_loss(trl, case: Case, weights: Tensor, folder: Path) -> tuple[Tensor, list[float], dict[str, float]]:
+def trl_loss(trl, case, weights, folder):
     """Loss, advantages and metrics: summed over the micro-batches of an optimizer step, as the trainer does
     with their gradients.
     """
@@ -226,7 +225,7 @@ def test_trl_itself_computes_the_recorded_numbers_and_our_advantages_gradients_a
             check_metrics(case, metrics, metric_values(output.metrics), name)
 
 
-def check_metrics(case: Case, theirs: dict[str, float], ours: dict[str, float], name: str):
+def check_metrics(case, theirs, ours, name):
     both = {our_name: theirs[key] for key, our_name in METRICS.items() if key in theirs}
     if (
         "importance_sampling_level" in case["theirs"] or "delta" in case["theirs"]

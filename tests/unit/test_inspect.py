@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ from hypothesis import strategies as st
 
 from rollouts.cli import main
 from rollouts.errors import ConfigError, RunDirError
-from rollouts.inspect.chart import draw_chart
 from rollouts.inspect.commands import format_cell, run_sql
+from rollouts.inspect.overview import draw_chart
 from rollouts.inspect.record import Curve, open_record
 from rollouts.metrics.jsonl import newest_attempts, read_rows
 from tests.support.text_tables import cases
@@ -55,7 +54,7 @@ def test_views_hold_the_newest_attempt_as_a_slow_reader_finds_it(rows, cut, tmp_
     expected = newest_attempts(read_rows(root / "metrics.jsonl"))
     with open_record(root, points=True) as record:
         assert sorted(record.rows("FROM metrics"), key=str) == sorted(expected, key=str)
-        assert {stage["stage"]: stage["rows"] for stage in record.stages} == Counter(
+        assert {stage["stage"]: stage["rows"] for stage in record.rows("FROM stages")} == Counter(
             row["stage"] for row in expected
         )
         for stage in {row["stage"] for row in expected}:
@@ -72,7 +71,7 @@ def test_damaged_lines_are_counted_and_said_and_a_torn_one_apart(tmp_path):
     path.write_bytes(path.read_bytes() + DAMAGED + b'{"stage": "rl", "step": 4, "atte')
     with open_record(tmp_path, points=True) as record:
         curve = record.read_curve("rl", "a/b")
-        assert (curve.steps.tolist(), curve.values.tolist()) == ([1, 3], [1.0, 3.0]), "a text is no value"
+        assert (curve.steps.tolist(), curve.values.tolist()) == ([1, 3], [1.0, 3.0])  # a text is no value
         assert record.notes == [
             "metrics.jsonl: the torn last line (32 bytes) is left out",
             "metrics.jsonl: 7 damaged lines left out",
@@ -132,7 +131,7 @@ wrote {root / "curves.png"}"""
 
 @cases("width: 40 80 200")
 def test_inspect_fits_the_terminal(width: int, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rollouts.inspect.terminal.PLAIN_WIDTH", width)
+    monkeypatch.setattr("rollouts.inspect.commands.PLAIN_WIDTH", width)
     root = write_run(tmp_path / "run", optim__lr=1e-3, entropy__mean=1.0)
     lines = read_command(capsys, "inspect", root, "--last", "3").splitlines()
     tables = [line for line in lines if line and not line.startswith(("mode ", str(tmp_path), "wrote "))]
@@ -208,7 +207,7 @@ def test_plot_says_what_is_wrong(words, message, tmp_path, capsys):
 
 
 @pytest.fixture
-def queried(tmp_path) -> Path:
+def queried(tmp_path):
     root = tmp_path / "it's a run"
     write_rows(root / "metrics.jsonl", {"reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5})
     write_rows(root / "metrics.1.jsonl", {"step": 2, "attempt": 2, "reward/mean": 0.75, "fail/reward": 1})

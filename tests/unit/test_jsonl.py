@@ -1,28 +1,32 @@
 """Files of rows: parts, torn last lines, damage, attempts, and a disk that refuses."""
 
 import os
-from collections.abc import Callable
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from rollouts.errors import RunDirError, StorageError
-from rollouts.metrics import record_files
-from rollouts.metrics.jsonl import iterate_rows, newest_attempts, next_attempt, parse_row, read_rows
-from rollouts.metrics.record_files import RecordFile
+from rollouts.metrics import jsonl
+from rollouts.metrics.jsonl import (
+    RecordFile,
+    iterate_rows,
+    newest_attempts,
+    next_attempt,
+    parse_row,
+    read_rows,
+)
 from rollouts.run_dir import RunDir, check_links, list_parts, part_path
 from tests.support.text_tables import cases
 
 refuse = Mock(side_effect=OSError(28, "No space left on device"))
 
 
-def make_line(step: int, attempt: int = 1) -> bytes:
+def make_line(step, attempt=1):
     return b'{"stage":"rl","step":%d,"attempt":%d}\n' % (step, attempt)
 
 
 @pytest.fixture
-def path(tmp_path) -> Path:
+def path(tmp_path):
     return tmp_path / "metrics.jsonl"
 
 
@@ -31,14 +35,12 @@ def path(tmp_path) -> Path:
 
 def test_parts_are_listed_in_the_order_of_their_numbers(tmp_path):
     run_dir = RunDir(tmp_path)
-    names = (
-        "metrics.10.jsonl metrics.2.jsonl metrics.jsonl metrics.1.jsonl metrics.x.jsonl metrics.01.jsonl"
-        " metrics.0.jsonl metrics.1.jsonl.tmp metricsjsonl samples.1.jsonl metrics.1"
-    )
+    names = """metrics.10.jsonl metrics.2.jsonl metrics.jsonl metrics.1.jsonl metrics.x.jsonl metrics.01.jsonl
+        metrics.0.jsonl metrics.1.jsonl.tmp metricsjsonl samples.1.jsonl metrics.1"""
     for name in names.split():
         (tmp_path / name).touch()
-    found = [path.name for path in list_parts(run_dir.metrics)]
-    assert found == [f"metrics{part}.jsonl" for part in ("", ".1", ".2", ".10")]
+    found = " ".join(path.name for path in list_parts(run_dir.metrics))
+    assert found == "metrics.jsonl metrics.1.jsonl metrics.2.jsonl metrics.10.jsonl"
     assert list_parts(run_dir.samples) == [tmp_path / "samples.1.jsonl"]
     assert list_parts(tmp_path / "gone" / "metrics.jsonl") == []
 
@@ -50,7 +52,7 @@ def test_a_run_directory_may_stand_beside_another_whose_name_ends_in_a_number(tm
 
 def test_a_full_part_is_followed_by_the_next_also_in_the_next_attempt(path, monkeypatch):
     lines = [make_line(step, attempt) for attempt in (1, 2) for step in (1, 2, 3)]
-    monkeypatch.setattr(record_files, "PART_BYTES", 2 * len(lines[0]))
+    monkeypatch.setattr(jsonl, "PART_BYTES", 2 * len(lines[0]))
     for attempt in (0, 1):
         file = RecordFile(path)
         for line in lines[3 * attempt : 3 * attempt + 3]:
@@ -84,7 +86,7 @@ def test_a_torn_last_line_is_left_out_reported_and_repaired_by_the_next_attempt(
     assert last.read_bytes() == make_line(2) + make_line(3)
 
 
-@pytest.mark.parametrize("damage", [b"{broken", b"[1]", b"", b"\xff\xfe"])
+@cases("damage", [b"{broken", b"[1]", b"", b"\xff\xfe"])
 @cases("part: 0 2")
 def test_damage_before_the_last_line_is_named(path, damage, part: int):
     for number in range(part):
@@ -107,9 +109,11 @@ def test_json_of_other_writers_is_read():
 
 
 def test_readers_take_the_highest_attempt_of_each_step():
-    places = [("rl", 1, 1), ("rl", 2, 1), ("rl", 2, 2), ("sft", 2, 1), ("rl", 3, 2)]
-    rows = [dict(zip(("stage", "step", "attempt"), place, strict=True)) for place in places]
-    assert newest_attempts(rows) == [rows[0], rows[2], rows[3], rows[4]]
+    rows = [
+        {"stage": stage, "step": int(step), "attempt": int(attempt)}
+        for stage, step, attempt in map(str.split, ("rl 1 1", "rl 2 1", "rl 2 2", "sft 2 1", "rl 3 2"))
+    ]
+    assert newest_attempts(rows) == [rows[0], *rows[2:]]
 
 
 @cases("name: samples contributions spans")
@@ -120,20 +124,21 @@ def test_an_attempt_that_left_only_such_rows_has_its_number_to_itself(tmp_path, 
     run_dir = RunDir(tmp_path)
     run_dir.metrics.write_text('{"attempt":1}\n')
     path = getattr(run_dir, name)
-    path.write_text('{"attempt":1}\n{"attempt":2}\n{"attempt":2,"resp')
-    assert next_attempt(run_dir) == 3
-    path.write_text('{"attempt":5,"response":"' + 200_000 * "x" + '"}\n')  # long
-    assert next_attempt(run_dir) == 6
-    path.write_text('{"attempt":null}\n')
-    assert next_attempt(run_dir) == 2
+    for text, attempt in (
+        ('{"attempt":1}\n{"attempt":2}\n{"attempt":2,"resp', 3),
+        (f'{{"attempt":5,"response":"{200_000 * "x"}"}}\n', 6),
+        ('{"attempt":null}\n', 2),
+    ):
+        path.write_text(text)
+        assert next_attempt(run_dir) == attempt
 
 
 # --- a disk that refuses ------------------------------------------------------------------------------------
 
 
-def write_three(monkeypatch: pytest.MonkeyPatch, path: Path, name: str, function: Callable[..., object]):
+def write_three(monkeypatch, path, name, function):
     """Three lines, each a part; the os function of this name is replaced for the last two."""
-    monkeypatch.setattr(record_files, "PART_BYTES", 1)
+    monkeypatch.setattr(jsonl, "PART_BYTES", 1)
     file = RecordFile(path)
     file.append(make_line(1))
     with monkeypatch.context() as patch:
@@ -157,7 +162,7 @@ def test_a_part_that_cannot_be_made_lets_rows_wait_until_the_close(path, monkeyp
 
 
 def test_too_much_that_waits_and_what_is_refused_at_the_close_are_errors(path, monkeypatch):
-    monkeypatch.setattr(record_files, "WAITING_BYTES", 100)
+    monkeypatch.setattr(jsonl, "WAITING_BYTES", 100)
     with path.with_name("probe").open("wb") as probe:
         next_free = probe.fileno()  # the system hands out the lowest free number
     file = RecordFile(path)

@@ -1,17 +1,18 @@
 """The KL coefficient: fixed, proportional (Ziegler 2019) or two-sided control, by hand."""
 
 import math
+import tomllib
 
 import pytest
 
 from rollouts.kl_control import KL_CONTROLS, compute_adaptive_entropy_coef, exceeds_kl_limit
 from tests.support.text_tables import cases
 
-USUAL = {
-    "fixed": {},
-    "proportional": {"target": 0.1, "horizon": 10_000},
-    "two_sided": {"target": 2.0, "tolerance": 0.5, "factor": 2.0},
-}
+USUAL = tomllib.loads("""
+fixed = {}
+proportional = { target = 0.1, horizon = 10_000 }
+two_sided = { target = 2.0, tolerance = 0.5, factor = 2.0 }
+""")
 
 
 # from 0.1, after 1,000 samples; the first error is .2 · 1000/10000, and it is clipped at .2

@@ -1,6 +1,9 @@
-"""Which rank a process is, whoever launched it, and the command that launches several."""
+"""Which rank a process is, whoever launched it, the command that launches several, and the launch scripts;
+what these start is tried in tests/e2e/test_ranks.py.
+"""
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -10,7 +13,7 @@ import pytest
 
 from rollouts.errors import ConfigError
 from rollouts.ranks.launch import Launch, read_launch, torchrun_command
-from tests.support.text_tables import cases
+from tests.support.text_tables import cases, read_cells
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = tomllib.loads("""
@@ -25,21 +28,15 @@ TORCHELASTIC_RESTART_COUNT = "2"
 
 
 def test_what_torchrun_sets_is_the_place_of_the_process():
-    assert read_launch(TORCHRUN) == Launch(
-        rank=5, world_size=8, local_rank=1, local_world_size=4, master_addr="node-a", restart=2
-    )
+    assert read_launch(TORCHRUN) == Launch(5, 8, 1, 4, "node-a", 2)
     assert not read_launch(TORCHRUN).on_one_node
     assert read_launch({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}).on_one_node
 
 
 def test_a_process_that_nobody_launched_is_alone():
-    alone = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", restart=0)
-    assert read_launch({}) == alone
-    assert read_launch({"RANK": "", "WORLD_SIZE": "", "PATH": "/bin"}) == alone
-    assert read_launch({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}) == alone, (
-        "a shell inside an allocation has these too"
-    )
-    assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}) == alone
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}  # a shell inside an allocation has these too
+    for environ in ({}, {"RANK": "", "WORLD_SIZE": ""}, slurm, {"RANK": "0", "WORLD_SIZE": "1"}):
+        assert read_launch(environ) == Launch(0, 1, 0, 1, "127.0.0.1", 0)
 
 
 @cases(
@@ -93,6 +90,50 @@ def test_torchrun_starts_every_rank_with_the_arguments_and_starts_again_after_a_
     assert first["run_id"] and first["agent"]
     for rank in (0, 1):
         again = {**first, "rank": rank, "local_rank": rank, "restart": 1}
-        assert json.loads((tmp_path / f"rank-{rank}-restart-1").read_text()) == [again, arguments], (
-            "the launch is the same"
-        )
+        # the launch is the same
+        assert json.loads((tmp_path / f"rank-{rank}-restart-1").read_text()) == [again, arguments]
+
+
+# --- scripts ------------------------------------------------------------------------------------------------
+
+
+LAUNCH = Path(__file__).resolve().parents[2] / "integration_training" / "launch"
+
+
+@cases("name: one_node.sh two_nodes.sh slurm.sbatch")
+def test_bash_can_read_it(name):
+    done = subprocess.run(["bash", "-n", str(LAUNCH / name)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert name.endswith(".sbatch") or os.access(LAUNCH / name, os.X_OK)
+
+
+STAND_INS = r"""
+scontrol   | printf 'n%s\n' 1 2 3
+srun       | echo "srun $*" >> "$CALLS"; while [[ $1 == --* ]]; do shift; done; exec "$@"
+curl       | echo "curl $*" >> "$CALLS"
+any-python | true
+"""
+
+
+def test_slurm_trains_on_the_first_nodes_and_serves_on_the_others(tmp_path):
+    """With stand-ins for Slurm, curl and both Pythons, which write down what they are called with."""
+    for name, body in read_cells(STAND_INS):
+        path = tmp_path / name
+        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        path.chmod(0o755)
+    calls, arguments = tmp_path / "calls", "--config c.toml --mode rl"
+    settings = f"""SLURM_JOB_NODELIST=n[1-3] SLURM_JOB_ID=77 SLURM_GPUS_PER_NODE=4 MODEL=/models/m
+        PYTHON=any-python ENGINE_PYTHON=any-python CALLS={calls} PATH={tmp_path}:{os.environ["PATH"]}"""
+    environment = os.environ | dict(word.split("=", 1) for word in settings.split())
+    words = ["bash", str(LAUNCH / "slurm.sbatch"), *arguments.split()]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    server, health, trainers = sorted(
+        calls.read_text().splitlines(), key=lambda line: ("--nnodes" in line, line.startswith("curl"))
+    )
+    assert "--nodelist=n3" in server and "--model /models/m" in server
+    assert health == "curl -sf http://n3:8000/health"
+    assert "--nodelist=n1,n2" in trainers
+    assert "--nnodes=2 --nproc-per-node=4" in trainers and "--rdzv-endpoint=n1:29400 --rdzv-id=77" in trainers
+    ending = '--model.name /models/m --engine.kind vllm --engine.urls ["http://n3:8000"] --resume'
+    assert trainers.endswith(f"{ending} {arguments}")

@@ -1,42 +1,35 @@
 """The embedded engine on tiny models, against the model's own forward pass."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
 import trio
-import trio.testing
+from trio.testing import wait_all_tasks_blocked
 
 from rollouts.device_thread import open_device_thread
-from rollouts.engines.local import LocalEngine, open_local_engine
+from rollouts.engines.local import open_local_engine
+from rollouts.errors import WeightVersionError
 from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import asked, make_request
-from rollouts.types import Completion, GenerateRequest, SamplingParams
+from rollouts.types import SamplingParams
 from tests.support.plain_backend import score_completion
-from tests.support.text_tables import cases
+from tests.support.text_tables import cases, read_params
 
 VOCAB = 101
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 160,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,  # else all tokens are about as likely and mistakes would not show
-}
+# with a smaller initializer_range all tokens are about as likely and mistakes would not show
+SHAPE = read_params(
+    """vocab_size = 101, hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2,
+    num_attention_heads = 4, num_key_value_heads = 2, max_position_embeddings = 160, bos_token_id = 1,
+    eos_token_id = 2, pad_token_id = 0, initializer_range = 0.3""".replace("\n", "")
+)
 
 
-def make_model(kind: str = "Llama", *, seed: int = 0, **changes) -> Any:
+def make_model(kind="Llama", *, seed=0, **changes):
     """A random model of that family; the same every time."""
     model_class = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
     with torch.random.fork_rng():
@@ -45,7 +38,7 @@ def make_model(kind: str = "Llama", *, seed: int = 0, **changes) -> Any:
 
 
 @asynccontextmanager
-async def open_engine(model: Any = None, *, mode: Any = "shared", **options) -> AsyncIterator[LocalEngine]:
+async def open_engine(model=None, *, mode="shared", **options):
     options = {"trainer_version": lambda: 0, "max_rows": 8, **options}
     async with (
         open_device_thread(name="test", torch_threads=1) as thread,
@@ -56,13 +49,13 @@ async def open_engine(model: Any = None, *, mode: Any = "shared", **options) -> 
         yield engine
 
 
-async def generate_all(engine: LocalEngine, requests: list[GenerateRequest]) -> dict[str, Completion]:
+async def generate_all(engine, requests):
     async with asked(engine, *requests) as answers:
         pass
     return answers
 
 
-async def check_exact(engine: LocalEngine, model, requests: list[GenerateRequest], atol: float = 1e-4):
+async def check_exact(engine, model, requests, atol=1e-4):
     """Every answer is whole, with the model's own log-probs."""
     answers = await generate_all(engine, requests)
     for request in requests:
@@ -73,7 +66,7 @@ async def check_exact(engine: LocalEngine, model, requests: list[GenerateRequest
         )
 
 
-def make_requests(count: int) -> list[GenerateRequest]:
+def make_requests(count):
     """Prompts of lengths 1..24, each shared by several requests, and responses of lengths 1..24."""
     rng = np.random.default_rng(3)
     prompts = [tuple(rng.integers(0, VOCAB, length).tolist()) for length in (1, 24, 3, 9, 5, 14)]
@@ -83,7 +76,7 @@ def make_requests(count: int) -> list[GenerateRequest]:
     ]
 
 
-def after_steps(engine: LocalEngine, steps: int, action: Callable[[], Awaitable[object]]):
+def after_steps(engine, steps, action):
     """Once `steps` more decode steps are done, the device waits until `action` has run and every task is
     blocked.
     """
@@ -92,9 +85,9 @@ def after_steps(engine: LocalEngine, steps: int, action: Callable[[], Awaitable[
 
     async def act():
         await action()
-        await trio.testing.wait_all_tasks_blocked()
+        await wait_all_tasks_blocked()
 
-    def step(version: int):
+    def step(version):
         nonlocal count
         plain(version)
         count += 1
@@ -123,18 +116,17 @@ async def test_log_probs_are_the_models_own_through_joins_and_compaction(kind, c
         await check_exact(engine, model, make_requests(36))
 
 
-@pytest.mark.parametrize(
-    ("options", "atol"),
-    [
-        ({"autocast_dtype": torch.bfloat16}, 0.25),
-        ({"mode": "copied"}, 1e-4),
-        ({"mode": "given"}, 1e-4),
-    ],
-)
-async def test_other_precisions_stay_near_and_leave_the_model_alone(options: dict[str, Any], atol: float):
+@cases("""
+mode   | dtype    | atol
+shared | bfloat16 | 0.25
+copied |          | 1e-4
+given  |          | 1e-4
+""")
+async def test_other_precisions_stay_near_and_leave_the_model_alone(mode, dtype, atol: float):
     model = make_model()
     requests = [make_request(max_new_tokens=20), make_request("b", max_new_tokens=20, temperature=0.5)]
-    async with open_engine(model, **options) as engine:
+    dtype = getattr(torch, dtype) if dtype else None
+    async with open_engine(model, mode=mode, autocast_dtype=dtype) as engine:
         await check_exact(engine, model, requests, atol)
     assert model.lm_head.weight.dtype == torch.float32
 
@@ -243,22 +235,27 @@ every_engine = pytest.mark.parametrize(
 
 
 @every_engine
-@pytest.mark.parametrize("check", engine_contracts.CHECKS)
-async def test_engines_keep_the_contract(check: Callable[[Any], Awaitable[None]], opener: Any):
+@cases("check", engine_contracts.CHECKS)
+async def test_engines_keep_the_contract(check, opener):
     await check(opener)
 
 
 @cases("mode: shared copied")
-@pytest.mark.parametrize("check", engine_contracts.MODEL_CHECKS)
-async def test_embedded_engines_keep_the_contract_of_engines_with_a_model(
-    check: Callable[[Any], Awaitable[None]], mode
-):
+@cases("check", engine_contracts.MODEL_CHECKS)
+async def test_embedded_engines_keep_the_contract_of_engines_with_a_model(check, mode):
     await check(lambda: open_engine(make_model(max_position_embeddings=2048), mode=mode))
 
 
 @every_engine
-async def test_engines_update_in_memory_as_the_contract_says(opener: Any):
+async def test_engines_update_in_memory_as_the_contract_says(opener):
     await engine_contracts.check_update_in_memory(opener, list(make_model(seed=1).state_dict().items()))
+
+
+async def test_a_shared_engine_takes_no_other_version_than_the_trainers():
+    async with open_engine() as engine:
+        await engine.update_weights_from_checkpoint(Path(), 0)
+        with pytest.raises(WeightVersionError):
+            await engine.update_weights_from_checkpoint(Path(), 1)
 
 
 async def test_a_deterministic_engine_goes_on_after_a_cancelled_list_longer_than_its_rows():

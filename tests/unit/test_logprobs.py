@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from rollouts.losses import logprobs
 from rollouts.losses.logprobs import linear_logprobs
@@ -10,9 +11,7 @@ from tests.support.text_tables import cases
 torch.set_num_threads(1)
 
 
-def make(
-    n: int, h: int, v: int, *, scale: float = 1.0, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
+def make(n, h, v, *, scale=1.0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(n, h, generator=generator) * scale
     weight = torch.randn(v, h, generator=generator)
@@ -20,7 +19,7 @@ def make(
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
 
 
-def slow(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def slow(hidden, weight, targets, temperature):
     log_probs = ((hidden.double() @ weight.double().T) / temperature).log_softmax(-1)
     return log_probs.gather(-1, targets[:, None]).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
 
@@ -55,8 +54,8 @@ def test_log_probs_entropy_and_gradients_equal_those_of_all_logits(
     )
     wanted, entropy = slow(hidden, weight, targets, temperature)
     assert result.log_probs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(result.log_probs.double(), wanted, atol=tolerance, rtol=1e-5)
-    torch.testing.assert_close(result.entropy.double(), entropy, atol=tolerance, rtol=1e-5)
+    assert_close(result.log_probs.double(), wanted, atol=tolerance, rtol=1e-5)
+    assert_close(result.entropy.double(), entropy, atol=tolerance, rtol=1e-5)
     upstream = torch.randn(2, 23, generator=torch.Generator().manual_seed(1))
     upstream[:, [0, 5]] = 0.0
     loss = (result.log_probs * upstream[0]).sum() + entropy_gradient * (result.entropy * upstream[1]).sum()
@@ -67,7 +66,7 @@ def test_log_probs_entropy_and_gradients_equal_those_of_all_logits(
     slack = 0.05 if dtype == torch.bfloat16 else max(tolerance, 1e-12)
     for one, other in zip(found, torch.autograd.grad(expected, [hidden, weight]), strict=True):
         assert one.dtype == dtype
-        torch.testing.assert_close(one.double(), other.double(), atol=slack * scale, rtol=slack)
+        assert_close(one.double(), other.double(), atol=slack * scale, rtol=slack)
 
 
 def test_a_nan_gradient_is_not_lost():

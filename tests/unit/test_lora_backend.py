@@ -1,14 +1,13 @@
 """Adapters that train in a backend: the promises of every backend, and of adapters that share a base."""
 
 import inspect
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from operator import attrgetter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_array_equal
 from safetensors.torch import load_file
 
 from rollouts.backends.open import open_pytorch_backend
@@ -23,12 +22,10 @@ from tests.support import backend_checks
 from tests.support.plain_backend import compute_difference
 from tests.support.text_tables import cases
 
-GIVEN: Any = {"optim": OptimConfig(lr=1e-2), "total_steps": 10, "autocast": "off", "threads": 1}
+GIVEN = {"optim": OptimConfig(lr=1e-2), "total_steps": 10, "autocast": "off", "threads": 1}
 
 
-def open_backend(
-    model: str | Path = "gpt2", *, lora: dict[str, Any] | None = None, **options: Any
-) -> AbstractAsyncContextManager[Any]:
+def open_backend(model="gpt2", *, lora=None, **options):
     """An adapter of a model (see find_model); `lora`: what differs in its config.
 
     Logits of the tiny models are near 0, and their frozen heads keep them there: gpt2's are not.
@@ -46,49 +43,49 @@ CONTRACT = {
 
 
 @pytest.mark.parametrize("promise", CONTRACT.values(), ids=CONTRACT)
-async def test_contract(promise: Any, tmp_path: Path):
+async def test_contract(promise, tmp_path):
     await promise(open_backend, *([tmp_path] if "folder" in inspect.signature(promise).parameters else []))
 
 
-TASKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sft": ("sft", {}),
-    "grpo": ("grpo", {"seed": 1, "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}}),
-    "critic": ("value", {"seed": 2, "head": "scalar", "optim": OptimConfig(lr=1e-3)}),
+TASKS = {
+    "sft": {},
+    "grpo": {"seed": 1, "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}},
+    "value": {"seed": 2, "head": "scalar", "optim": OptimConfig(lr=1e-3)},
 }
 
 
-async def train_in_turns(names: list[str], folder: Path) -> list[tuple[list[float], dict[str, Any]]]:
+async def train_in_turns(names, folder):
     """Losses of each task's three steps, its weights and moments, where its adapter shares a base with the
     others'; one more comes and goes after each step.
     """
     folder.mkdir()
-    losses: list[list[float]] = [[] for _ in names]
+    losses = [[] for _ in names]
     async with AsyncExitStack() as stack:
-        backends: list[Any] = []
+        backends = []
         for name in names:
             beside = {"beside": backends[0]} if backends else {}
-            opened = open_backend("tiny:byte", deterministic=True, **TASKS[name][1], **beside)
+            opened = open_backend("tiny:byte", deterministic=True, **TASKS[name], **beside)
             backends.append(await stack.enter_async_context(opened))
         for step in range(3):
             for number, name in enumerate(names):
-                rollouts, spec = make_rollouts(10 * list(TASKS).index(name) + step), SPECS[TASKS[name][0]]
-                losses[number].append((await backends[number].forward_backward(rollouts, spec)).loss)
+                rollouts = make_rollouts(10 * list(TASKS).index(name) + step)
+                losses[number].append((await backends[number].forward_backward(rollouts, SPECS[name])).loss)
                 if len(names) > 1:
                     async with open_backend("tiny:byte", beside=backends[0]) as other:
                         await train(other, make_batch(step))
                 await backends[number].optim_step()
         for name, backend in zip(names, backends, strict=True):
             await backend.save(folder / name)
-    files = "adapter_model.safetensors", "state/optimizer.safetensors"
-    kept = ({key: load_file(folder / name / key) for key in files} for name in names)
-    found = [{key: one for file in both.values() for key, one in file.items()} for both in kept]
-    return [
-        (mine, {key: one for key, one in tensors.items() if not key.startswith("rng/")})
-        for mine, tensors in zip(losses, found, strict=True)
-    ]
+    found = []
+    for name, mine in zip(names, losses, strict=True):
+        weights = load_file(folder / name / "adapter_model.safetensors")
+        moments = load_file(folder / name / "state/optimizer.safetensors")
+        kept = {key: one for key, one in moments.items() if not key.startswith("rng/")}
+        found.append((mine, weights | kept))
+    return found
 
 
-async def test_adapters_of_one_base_train_in_turns_to_the_bits_that_each_gives_alone(tmp_path: Path):
+async def test_adapters_of_one_base_train_in_turns_to_the_bits_that_each_gives_alone(tmp_path):
     together = await train_in_turns([*TASKS], tmp_path / "together")
     for name, (losses, tensors) in zip(TASKS, together, strict=True):
         ((alone, wanted),) = await train_in_turns([name], tmp_path / name)
@@ -97,15 +94,15 @@ async def test_adapters_of_one_base_train_in_turns_to_the_bits_that_each_gives_a
         assert any(key.endswith("lora_B.weight") and one.any() for key, one in tensors.items())
 
 
-async def test_forward_start_is_of_what_the_adapter_began_with(tmp_path: Path):
+async def test_forward_start_is_of_what_the_adapter_began_with(tmp_path):
     """The base, or the adapter of init_from; also when a checkpoint was loaded, or an update undone."""
 
-    async def check_start(backend: Any, wanted: Any) -> None:
+    async def check_start(backend, wanted):
         for undo in (backend.revert, lambda: backend.load(tmp_path)):
             await backend.hold()
             await train(backend, batch)
             await undo()
-            np.testing.assert_array_equal(np.concatenate(await backend.forward_start(batch)), wanted)
+            assert_array_equal(np.concatenate(await backend.forward_start(batch)), wanted)
 
     batch = make_batch()
     async with open_pytorch_backend(find_model("gpt2"), **GIVEN) as plain:
@@ -117,19 +114,19 @@ async def test_forward_start_is_of_what_the_adapter_began_with(tmp_path: Path):
         trained = np.concatenate(await backend.forward(batch))
     assert np.abs(trained - base).max() > 0.01
     async with open_backend(lora={"init_from": str(tmp_path)}) as backend:
-        np.testing.assert_array_equal(np.concatenate(await backend.forward(batch)), trained)
+        assert_array_equal(np.concatenate(await backend.forward(batch)), trained)
         await check_start(backend, trained)
 
 
 @cases("""
-model      | base
-tiny:qwen3 | bfloat16
-tiny:qwen3 | 8bit
-tiny:qwen3 | 4bit
-tiny:moe   | 8bit
+model      | base     | dtype
+tiny:qwen3 | bfloat16 | int16
+tiny:qwen3 | 8bit     | int8
+tiny:qwen3 | 4bit     | uint8
+tiny:moe   | 8bit     | int8
 """)
 async def test_a_packed_base_gives_the_gradients_of_the_same_weights_in_float32_and_does_not_move(
-    model: str, base: str, tmp_path: Path
+    model, base, dtype, tmp_path
 ):
     batch, found = make_batch(), []
     draws = torch.Generator().manual_seed(0)
@@ -150,5 +147,4 @@ async def test_a_packed_base_gives_the_gradients_of_the_same_weights_in_float32_
         assert compute_difference(*found) < 1e-5 and all(one.any() for one in found[0].values())
         await backend.optim_step()
         assert_weights_equal(dict(backend.model.named_parameters()), codes)
-    dtypes = {"bfloat16": torch.int16, "8bit": torch.int8, "4bit": torch.uint8}
-    assert sum(one.dtype == dtypes[base] for one in codes.values()) > len(codes) / 4
+    assert sum(one.dtype == getattr(torch, dtype) for one in codes.values()) > len(codes) / 4

@@ -1,25 +1,22 @@
 """The embedded engine with adapters: the trainer's as it trains, a copy of it, and many at once by name."""
 
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import trio
-import trio.testing
+from numpy.testing import assert_allclose
+from trio.testing import wait_all_tasks_blocked
 
-from rollouts.engines.local import LocalEngine
 from rollouts.errors import EngineError, RequestRefused
 from rollouts.models.load import resolve_model
 from rollouts.models.lora import Adapter, route_all, use_adapters
 from rollouts.testing.engine_contracts import make_request
 from rollouts.testing.torch_contracts import make_batch, train
-from rollouts.types import Completion, GenerateRequest, RolloutBatch
+from rollouts.types import Completion, RolloutBatch
 from tests.support.adapters import make_random, open_both, save_random
 from tests.support.plain_backend import load_tiny, score_completion
 from tests.support.text_tables import cases
@@ -31,7 +28,7 @@ REQUEST = make_request(prompt=(5, 6, 7), max_new_tokens=20)
 
 
 @asynccontextmanager
-async def open_named(kind: str, names: str) -> AsyncIterator[tuple[LocalEngine, Any, Adapters]]:
+async def open_named(kind, names):
     """An engine on tiny:`kind`, its model, and an adapter for each letter of `names`."""
     model, path = load_tiny(kind), resolve_model(f"tiny:{kind}")
     adapters = {name: make_random(model, path, seed=ord(name)) for name in "ab"}
@@ -41,17 +38,17 @@ async def open_named(kind: str, names: str) -> AsyncIterator[tuple[LocalEngine, 
         yield engine, model, adapters
 
 
-def check_log_probs(model: Any, adapters: Adapters, request: GenerateRequest, answer: Completion) -> None:
+def check_log_probs(model, adapters, request, answer):
     """They are those of a plain forward with the adapter that the request names."""
     with use_adapters(model, route_all(adapters.get(request.adapter))):
         wanted = score_completion(model, request, answer)
-    np.testing.assert_allclose(answer.log_probs, wanted, atol=1e-4)
+    assert_allclose(answer.log_probs, wanted, atol=1e-4)
 
 
-def start_later(engine: LocalEngine, nursery: trio.Nursery, work: Callable[[], Awaitable[object]]) -> None:
+def start_later(engine, nursery, work):
     """`work` begins after five decode steps."""
 
-    async def start() -> None:
+    async def start():
         nursery.start_soon(work)
 
     after_steps(engine, 5, start)
@@ -60,7 +57,7 @@ def start_later(engine: LocalEngine, nursery: trio.Nursery, work: Callable[[], A
 # --- the trainer's adapter ----------------------------------------------------------------------------------
 
 
-async def score(backend: Any, answer: Completion) -> np.ndarray:
+async def score(backend, answer):
     """The backend's log-probs of an answer to REQUEST."""
     tokens, first = np.concatenate([REQUEST.prompt_ids, answer.token_ids]), len(REQUEST.prompt_ids)
     mask = np.arange(len(tokens)) >= first
@@ -69,12 +66,12 @@ async def score(backend: Any, answer: Completion) -> np.ndarray:
 
 
 @cases("kind: llama gemma moe")
-async def test_a_shared_engine_generates_with_the_adapter_as_it_trains(kind: str):
+async def test_a_shared_engine_generates_with_the_adapter_as_it_trains(kind):
     async with open_both(resolve_model(f"tiny:{kind}")) as (backend, engine):
         for version in range(2):
             answer = await engine.generate(REQUEST)
             assert set(answer.weight_versions) == {version}
-            np.testing.assert_allclose(answer.log_probs, await score(backend, answer), atol=1e-4)
+            assert_allclose(answer.log_probs, await score(backend, answer), atol=1e-4)
             await train(backend, make_batch())
             await backend.set_weight_version(version + 1)
             assert np.abs(answer.log_probs - await score(backend, answer)).max() > 0.01
@@ -90,13 +87,13 @@ async def test_a_copied_engine_shares_the_base_and_follows_updates_of_the_adapte
         old = await score(backend, began)
         await train(backend, make_batch())
         unaware = await engine.generate(REQUEST)
-        np.testing.assert_allclose(unaware.log_probs, old, atol=1e-4)
+        assert_allclose(unaware.log_probs, old, atol=1e-4)
         await engine.begin_update()
         await backend.stream_weights(engine.receive_bucket)
         await engine.finish_update(1)
         aware = await engine.generate(REQUEST)
         assert set(aware.weight_versions) == {1}
-        np.testing.assert_allclose(aware.log_probs, await score(backend, aware), atol=1e-4)
+        assert_allclose(aware.log_probs, await score(backend, aware), atol=1e-4)
         assert places == [one.data_ptr() for one in backend.model.parameters()]
 
 
@@ -104,7 +101,7 @@ async def test_a_copied_engine_shares_the_base_and_follows_updates_of_the_adapte
 
 
 @cases("kind: llama gemma moe")
-async def test_rows_of_unlike_adapters_are_what_each_adapter_gives_alone(kind: str):
+async def test_rows_of_unlike_adapters_are_what_each_adapter_gives_alone(kind):
     """The same prompts for each."""
     named = zip(make_requests(18), ("", "a", "b") * 6, strict=True)
     requests = [replace(request, adapter=name) for request, name in named]
@@ -140,10 +137,10 @@ llama | b0 a1 a0
 gemma | a0 b0 a1
 moe   | a0 b0 a1
 """)
-async def test_where_rows_cannot_be_mixed_nobody_overtakes_the_next_adapters_turn(kind: str, ended: str):
+async def test_where_rows_cannot_be_mixed_nobody_overtakes_the_next_adapters_turn(kind, ended):
     found = list[str]()
 
-    async def ask(name: str, tokens: int) -> None:
+    async def ask(name, tokens):
         await engine.generate(replace(make_request(name, max_new_tokens=tokens), adapter=name[0]))
         found.append(name)
 
@@ -151,20 +148,20 @@ async def test_where_rows_cannot_be_mixed_nobody_overtakes_the_next_adapters_tur
         await engine.pause("wait")
         for name, tokens in (("a0", 20), ("b0", 3), ("a1", 6)):
             nursery.start_soon(ask, name, tokens)
-            await trio.testing.wait_all_tasks_blocked()
+            await wait_all_tasks_blocked()
         await engine.resume()
     assert found == ended.split()
 
 
 @cases("kind: llama gemma moe")
-async def test_adapters_come_and_go_while_others_generate(kind: str, tmp_path: Path):
+async def test_adapters_come_and_go_while_others_generate(kind, tmp_path):
     """One from a directory."""
     long = replace(make_request("long", max_new_tokens=40), adapter="a")
     short = replace(make_request("short", max_new_tokens=5), adapter="b")
     async with open_named(kind, "a") as (engine, model, adapters), trio.open_nursery() as nursery:
         adapters["b"] = save_random(model, resolve_model(f"tiny:{kind}"), tmp_path, seed=9)
 
-        async def come_and_go() -> None:
+        async def come_and_go():
             await engine.add_adapter("b", tmp_path)
             answers["short"] = await engine.generate(short)
             await engine.remove_adapter("b")
@@ -182,18 +179,20 @@ async def test_a_name_that_is_taken_or_in_use_and_an_adapter_of_another_model_ar
     request = replace(make_request(max_new_tokens=30), adapter="a")
     async with open_named("llama", "a") as (engine, _, adapters), trio.open_nursery() as nursery:
 
-        async def remove() -> None:
+        async def remove():
             with pytest.raises(EngineError, match=r"has \['a'\], and \['a'\] in flight use it"):
                 await engine.remove_adapter("a")
 
         start_later(engine, nursery, remove)
         await engine.generate(request)
-        for name in ("", "a"):
-            with pytest.raises(EngineError, match="the name must be new, and not empty"):
-                await engine.add_adapter(name, adapters["b"])
         other = make_random(load_tiny("llama"), resolve_model("tiny:llama"))
-        with pytest.raises(EngineError, match=r"add_adapter\('c'\): it is an adapter of another model"):
-            await engine.add_adapter("c", other)
+        for name, adapter, problem in (
+            ("", adapters["b"], "the name must be new, and not empty"),
+            ("a", adapters["b"], "the name must be new, and not empty"),
+            ("c", other, r"add_adapter\('c'\): it is an adapter of another model"),
+        ):
+            with pytest.raises(EngineError, match=problem):
+                await engine.add_adapter(name, adapter)
         await engine.remove_adapter("a")
         with pytest.raises(EngineError, match=r"remove_adapter\('a'\): the engine has \[\]"):
             await engine.remove_adapter("a")
@@ -211,18 +210,18 @@ async def test_an_adapter_goes_while_the_row_of_a_cancelled_caller_is_still_ther
     """The others' answers come as before."""
     gate, scope = threading.Event(), trio.CancelScope()
 
-    async def ask_in_vain() -> None:
+    async def ask_in_vain():
         with scope:
             await engine.generate(replace(make_request("cancelled"), adapter="a"))
 
     async with open_named("llama", "a") as (engine, *_), trio.open_nursery() as nursery:
         engine._device_thread.submit(gate.wait)
         nursery.start_soon(ask_in_vain)
-        await trio.testing.wait_all_tasks_blocked()
+        await wait_all_tasks_blocked()
         scope.cancel()
-        await trio.testing.wait_all_tasks_blocked()
+        await wait_all_tasks_blocked()
         nursery.start_soon(engine.remove_adapter, "a")
         nursery.start_soon(engine.generate, make_request("other"))
-        await trio.testing.wait_all_tasks_blocked()
+        await wait_all_tasks_blocked()
         gate.set()
     assert "a" not in engine._batch.adapters

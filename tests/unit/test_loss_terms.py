@@ -20,20 +20,8 @@ from rollouts.losses.kl import (
     make_weighted_kl,
 )
 from rollouts.types import merge_metrics, metric_values
-from tests.support.text_tables import cases, read_cells, read_params
-from tests.unit.test_losses import (
-    AGAINST_OLD,
-    INFINITY,
-    LP,
-    MU,
-    NAN,
-    OLD,
-    POLICY,
-    REF,
-    make_inputs,
-    row,
-    run,
-)
+from tests.support.text_tables import cases
+from tests.unit.test_losses import AGAINST_OLD, INFINITY, LP, MU, NAN, OLD, POLICY, REF, make_inputs, row, run
 
 # --- terms --------------------------------------------------------------------------------------------------
 
@@ -58,16 +46,14 @@ def test_terms_by_hand(params: dict, value: float):
 
 
 def test_a_kl_estimator_is_cut_and_weighted():
-    weighted = make_weighted_kl(kl_k2, lambda policy, ref: ref.exp())
-    for estimator, value in (
-        (make_truncated_kl(kl_k2, 0.06), 0.06 + 0.045 + 0.005),
-        (weighted, sum(exp(q) * k for q, k in zip(REF, K2, strict=True))),
-    ):
+    estimators = make_truncated_kl(kl_k2, 0.06), make_weighted_kl(kl_k2, lambda policy, ref: ref.exp())
+    values = 0.06 + 0.045 + 0.005, sum(exp(q) * k for q, k in zip(REF, K2, strict=True))
+    for estimator, value in zip(estimators, values, strict=True):
         found, _ = run("reinforce", make_inputs(0.0), kl_coef=2.0, kl_estimator=estimator)
         assert found == pytest.approx(2 * value)
 
 
-@pytest.mark.parametrize("name", POLICY)
+@cases("name", POLICY)
 def test_kl_importance_by_hand_for_every_loss(name):
     """With A = 0 only (lp − ref)·exp(lp − mu) is left, by way of the weight where there is one."""
     params = {"kl_coef": 1.0, "kl_estimator": "k1", "kl_importance": True}
@@ -91,7 +77,7 @@ def test_the_weight_is_the_truncated_ratio_or_the_correction_s(params: dict, wei
     noted = []
     out = LOSSES["ppo_clip"](make_inputs(note_weights=noted.append), **params)
     expected = -1.2 * weights[0] - exp(-0.4) * weights[1] - 1.2 * weights[2]
-    assert float(out.sum.detach()) == pytest.approx(expected)
+    assert out.sum.item() == pytest.approx(expected)
     assert noted[0][0].tolist() == pytest.approx(weights)
     assert out.count == 3.0  # a dropped token stays in the denominator
     if "correction" in params:
@@ -121,7 +107,7 @@ def test_the_parts_of_a_loss_add_up_to_it():
     found = {name: 3 * value for name, value in metric_values(out.metrics).items() if name[:5] == "loss/"}
     parts = {"policy": 3.2, "kl": 0.5 * sum(K2), "entropy": -0.3, "mu_penalty": 0.99}
     assert found == pytest.approx({f"loss/{name}": part for name, part in parts.items()})
-    assert float(out.sum.detach()) == pytest.approx(sum(parts.values()))
+    assert out.sum.item() == pytest.approx(sum(parts.values()))
     critic = LOSSES["value"](make_inputs(), clip=0.05)
     assert metric_values(critic.metrics)["loss/value"] == pytest.approx(2.11625 / 3)
 
@@ -207,7 +193,7 @@ def test_weights_by_hand_row_by_row(text, expected: list[float]):
         assert found[2].tolist() == [0.0] * 3
 
 
-@pytest.mark.parametrize("name", CORRECTIONS)
+@cases("name", CORRECTIONS)
 @cases("advantage: 1.0 -1.0")
 def test_a_nan_is_never_hidden_by_a_correction(name, advantage: float):
     """The ratio is against old, so mu counts in the correction only."""
@@ -250,7 +236,7 @@ def test_a_nan_in_a_row_that_is_dropped_is_not_hidden(field, values: list[float]
     assert LOSSES["ppo_clip"](inputs, **params).sum.isnan()
 
 
-@pytest.mark.parametrize("name", POLICY)
+@cases("name", POLICY)
 def test_no_gap_to_the_engine_is_weighted_twice(name):
     inputs = make_inputs(old_log_probs=None)
     if name in ("reinforce", "dro"):  # these weigh the policy itself, with or without old log-probs
@@ -269,7 +255,7 @@ def test_no_gap_to_the_engine_is_weighted_twice(name):
 
 def test_a_kept_set_is_renormalised_and_equal_models_have_ratio_one():
     """The engine samples from the first two of four tokens, which hold .895 of the mass."""
-    logits = torch.tensor([0.6, 0.295, 0.08, 0.025], dtype=torch.float64).log().requires_grad_()
+    logits = row(0.6, 0.295, 0.08, 0.025)[0].log().requires_grad_()
     everything = torch.log_softmax(logits, -1)
     kept = renormalise_log_probs(everything[:1][None], everything[:2].exp().sum()[None, None])
     assert float(kept.detach().exp()) == pytest.approx(0.6 / 0.895)
@@ -289,7 +275,7 @@ def test_old_log_probs_between_engine_and_policy_by_version():
 
 # --- KL -----------------------------------------------------------------------------------------------------
 
-P, Q = (torch.tensor(values, dtype=torch.float64) for values in ([0.5, 0.3, 0.2], [0.4, 0.4, 0.2]))
+P, Q = torch.cat([row(0.5, 0.3, 0.2), row(0.4, 0.4, 0.2)])
 KL = 0.025267154  # of P and Q
 REVERSE = [0.098938, -0.093885, -0.005053]  # p·(log p/q − KL)
 
@@ -306,10 +292,10 @@ def test_expected_kl_gradients_are_none_reverse_and_forward(name, value: float, 
     values = KL_ESTIMATORS[name](torch.log_softmax(logits, 0), Q.log())
     (grad,) = torch.autograd.grad((P * values).sum(), [logits])
     assert grad.tolist() == pytest.approx(gradient, abs=1e-6)
-    mu = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    mu = row(0.2, 0.3, 0.5)[0]
     terms = compute_kl_penalty(torch.log_softmax(logits, 0), Q.log(), name, sampler_log_probs=mu.log())
     mean = (mu * terms).sum()
-    assert float(mean.detach()) == pytest.approx(value)
+    assert mean.item() == pytest.approx(value)
     if name != "k2":
         assert torch.autograd.grad(mean, [logits])[0].tolist() == pytest.approx(REVERSE, abs=1e-6)
 
@@ -403,30 +389,24 @@ def test_parameters_that_cannot_work_are_refused_before_the_run(name, params: di
     assert match in str(error.value)
 
 
-LACKING = """
-ppo_clip | ref_log_probs | kl_coef = 0.1
-ppo_clip | entropy       | entropy_coef = 0.1
-value    | returns       |
-value    | old_values    | clip = 0.2
-importance_sampling | rollout_log_probs |
-dppo     | rollout_log_probs |
-dro      | rollout_log_probs |
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "missing", "params"),
-    [*read_cells(LACKING), *([name, "advantages", ""] for name in [*POLICY, "linear"])],
-)
-def test_a_loss_names_the_field_that_the_batch_lacks(name, missing, params):
-    with pytest.raises(ConfigError, match=f"needs {missing}"):
-        LOSSES[name](make_inputs(**{missing: None}), **read_params(params))
+@cases(f"""
+names        | missing           | params
+ppo_clip     | ref_log_probs     | kl_coef = 0.1
+ppo_clip     | entropy           | entropy_coef = 0.1
+value        | returns           |
+value        | old_values        | clip = 0.2
+importance_sampling dppo dro | rollout_log_probs |
+{" ".join(AGAINST_OLD)} | rollout_log_probs old_log_probs |
+linear {" ".join(POLICY)} | advantages |
+""")
+def test_a_loss_names_the_field_that_the_batch_lacks(names, missing, params: dict):
+    fields = missing.split()
+    for name in names.split():
+        with pytest.raises(ConfigError, match=f"needs {fields[0]}"):
+            LOSSES[name](make_inputs(**dict.fromkeys(fields)), **params)
 
 
 def test_inputs_that_do_not_fit_are_named():
-    for name in AGAINST_OLD:
-        with pytest.raises(ConfigError, match="needs rollout_log_probs"):
-            LOSSES[name](make_inputs(old_log_probs=None, rollout_log_probs=None))
     with pytest.raises(ConfigError, match="entropy_gradient=True"):
         LOSSES["ppo_clip"](replace(make_inputs(), entropy=row(1.0, 1.0, 1.0)), entropy_coef=0.1)
     with pytest.raises(ValueError, match=r"LossInputs.advantages has shape \(1, 2\)"):

@@ -4,15 +4,15 @@ Fixture: lp − old = [.3, −.4, .4], old − mu = [.2, −.1, .3], lp − ref 
 """
 
 import itertools
+import json
 import math
+import sys
 import types
 from functools import partial
 from math import exp
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from rollouts.errors import ConfigError, PlugInError
 from rollouts.losses import (
@@ -20,57 +20,51 @@ from rollouts.losses import (
     LossInputs,
     LossOutput,
     resolve_loss,
+    sft_loss,
     try_loss,
     wants_entropy_gradient,
 )
 from rollouts.losses.corrections import parse_correction
 from rollouts.losses.inputs import reduce_loss
 from rollouts.losses.rl_losses import compute_covariances
-from rollouts.losses.token_losses import sft_loss
 from rollouts.types import merge_metrics, metric_values
-from tests.support.text_tables import cases
+from tests.support.text_tables import cases, read_params
 
-OLD, LP, MU, REF = [-1.0, -0.5, -2.0], [-0.7, -0.9, -1.6], [-1.2, -0.4, -2.3], [-1.1, -0.6, -1.5]
+OLD, LP, MU, REF = json.loads("[[-1, -0.5, -2], [-0.7, -0.9, -1.6], [-1.2, -0.4, -2.3], [-1.1, -0.6, -1.5]]")
 NAN, INFINITY = math.nan, math.inf
 POLICY = [name for name in LOSSES if name not in ("sft", "value", "linear")]
 AGAINST_MU = ("importance_sampling", "dppo", "dppo_kl", "vespo")
 AGAINST_OLD = [name for name in POLICY if name not in (*AGAINST_MU, "reinforce", "dro")]
 
 
-def row(*values: float) -> Tensor:
+def row(*values):
     return torch.tensor([values], dtype=torch.float64)
 
 
-def make_inputs(advantage: float = 1.0, **fields) -> LossInputs:
-    given = {
-        "log_probs": row(*LP),
-        "advantages": row(*[advantage] * 3),
-        "old_log_probs": row(*OLD),
-        "rollout_log_probs": row(*MU),
-        "ref_log_probs": row(*REF),
-        "entropy": row(0.5, 1.0, 1.5),
-        "returns": row(1.0, 0.0, -1.0),
-        "old_values": row(-0.8, -0.8, -0.8),
-    } | fields
+def make_inputs(advantage=1.0, **fields):
+    given = {"log_probs": LP, "old_log_probs": OLD, "rollout_log_probs": MU, "ref_log_probs": REF}
+    given |= {"advantages": [advantage] * 3, "entropy": [0.5, 1.0, 1.5]}
+    given |= {"returns": [1.0, 0.0, -1.0], "old_values": [-0.8] * 3}
+    given = {name: row(*values) for name, values in given.items()} | fields
     given.setdefault("mask", torch.ones_like(given["log_probs"], dtype=torch.bool))
-    given["log_probs"] = given["log_probs"].clone().requires_grad_()
-    if given["entropy"] is not None:
-        given["entropy"] = given["entropy"].clone().requires_grad_()
+    for name in ("log_probs", "entropy"):
+        if given[name] is not None:
+            given[name] = given[name].clone().requires_grad_()
     return LossInputs(**given)
 
 
-def run(name: str, inputs: LossInputs, **params) -> tuple[float, list[float]]:
+def run(name, inputs, **params):
     """The sum and its gradient by the first row's log-probs."""
     total = LOSSES[name](inputs, **{"unit": "tokens"} | params).sum
     (grad,) = torch.autograd.grad(total, [inputs.log_probs], materialize_grads=True)
-    return float(total.detach()), grad[0].tolist()
+    return total.item(), grad[0].tolist()
 
 
-def whole(name: str) -> dict[str, Any]:
+def whole(name):
     """With these the choice of tokens by covariance does not depend on the micro-batch."""
     if not name.endswith("_cov"):
         return {}
-    return {"cov_fraction": 1.0, "cov_low": 0.1, "log_prob_mean": 0.0, "advantage_mean": 0.0}
+    return read_params("cov_fraction = 1.0, cov_low = 0.1, log_prob_mean = 0.0, advantage_mean = 0.0")
 
 
 # --- by hand ------------------------------------------------------------------------------------------------
@@ -143,7 +137,7 @@ def test_tokens_of_large_covariance_by_hand():
 FIELDS = "log_probs old_log_probs rollout_log_probs ref_log_probs entropy returns old_values"
 
 
-def draw(seed: int, rows: int = 4, width: int = 5) -> dict[str, Tensor]:
+def draw(seed, rows=4, width=5):
     """Fields of a batch; one sign of advantage a row, for gmpo clips by it, and one row trains nothing."""
     generator = torch.Generator().manual_seed(seed)
     make = partial(torch.randn, rows, width, generator=generator, dtype=torch.float64)
@@ -157,23 +151,20 @@ def draw(seed: int, rows: int = 4, width: int = 5) -> dict[str, Tensor]:
 # --- every loss ---------------------------------------------------------------------------------------------
 
 
-def all_terms(name: str) -> dict[str, Any]:
+def all_terms(name):
     """Every term at once; ratios against mu take no weight, only masks."""
     if name not in POLICY:
         return {"clip": 0.3} if name == "value" else {}
-    masks = "geometric_mask(low=0.4, high=2.0) * veto(floor=0.05) * opsm(delta=0.2)"
-    if name in AGAINST_MU:
-        weights = "token_mask(low=0.4, high=2.0) * sequence_k3_mask(limit=1.0)"
-    else:
+    weights = "token_mask(low=0.4, high=2.0) * sequence_k3_mask(limit=1.0)"
+    if name not in AGAINST_MU:
+        masks = "geometric_mask(low=0.4, high=2.0) * veto(floor=0.05) * opsm(delta=0.2)"
         weights = f"token_tis(cap=1.5) * {masks}"
-    return {
-        "correction": weights, "kl_coef": 0.1, "kl_importance": True, "kl_estimator": "k3",
-        "entropy_coef": 0.02, "entropy_fraction": 0.5, "policy_entropy_fraction": 0.7,
-        "mu_penalty_coef": 0.03,
-    } | whole(name)  # fmt: skip
+    terms = 'kl_coef = 0.1, kl_importance = true, kl_estimator = "k3", entropy_coef = 0.02'
+    more = "entropy_fraction = 0.5, policy_entropy_fraction = 0.7, mu_penalty_coef = 0.03"
+    return {"correction": weights} | read_params(f"{terms}, {more}") | whole(name)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@cases("name", LOSSES)
 @cases("unit: tokens sequences sequence_sums constant")
 def test_micro_batches_add_up_whatever_the_padding_and_masked_tokens_leave_no_trace(name, unit):
     """Padding, and what lies outside the mask, is NaN or infinite."""
@@ -201,19 +192,19 @@ def test_micro_batches_add_up_whatever_the_padding_and_masked_tokens_leave_no_tr
     for cuts in ((0, 1, 4, 5), (0, 1, 2, 3, 4, 5), (0, 3, 5)):
         parts = [run_rows(start, end, end) for start, end in itertools.pairwise(cuts)]
         total = torch.stack([part.sum for part in parts]).sum()
-        assert float(total.detach()) == pytest.approx(float(together.sum.detach()), rel=1e-10, abs=1e-12)
+        assert total.item() == pytest.approx(together.sum.item(), rel=1e-10, abs=1e-12)
         for one, other in zip(grads(total), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
         assert sum(part.count for part in parts) == together.count
         merged = metric_values(merge_metrics([part.metrics for part in parts]))
         assert merged == pytest.approx(metric_values(together.metrics), abs=1e-12)
     empty = run_rows(2, 3, 1)  # a row that trains nothing
-    assert (float(empty.sum.detach()), empty.count, empty.metrics) == (0.0, 0.0, {})
+    assert (empty.sum.item(), empty.count, empty.metrics) == (0.0, 0.0, {})
     assert not any(grad.any() for grad in grads(empty.sum))
 
 
 @cases("terms: no yes")
-@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("cispo", "gspo_token", "vespo")])
+@cases("name", [name for name in LOSSES if name not in ("cispo", "gspo_token", "vespo")])
 def test_gradients_agree_with_finite_differences(name, terms: bool):
     """Those three hold part of lp constant. A correction and a rank by lp itself are constants as well."""
     params = all_terms(name) if terms else whole(name)
@@ -231,7 +222,7 @@ def test_gradients_agree_with_finite_differences(name, terms: bool):
     assert torch.autograd.gradcheck(value, (log_probs,))
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@cases("name", LOSSES)
 def test_what_is_not_finite_is_never_hidden_and_ratios_stay_finite(name):
     assert math.isnan(run(name, make_inputs(log_probs=row(NAN, -0.9, -1.6)))[0])
     for advantage in (1.0, -1.0):
@@ -246,8 +237,8 @@ def test_what_is_not_finite_is_never_hidden_and_ratios_stay_finite(name):
 
 
 def test_units_divide_by_what_they_say():
-    losses = torch.tensor([[3.0, NAN, NAN], [1.0, 1.0, 4.0], [NAN, NAN, NAN]])
-    mask = torch.tensor([[True, False, False], [True, True, True], [False, False, False]])
+    losses = torch.tensor(json.loads("[[3.0, NaN, NaN], [1.0, 1.0, 4.0], [NaN, NaN, NaN]]"))
+    mask = losses == losses
     expected = {"tokens": (9, 4), "constant": (9, 4), "sequences": (5, 2), "sequence_sums": (9, 2)}
     for unit, wanted in expected.items():
         total, count = reduce_loss(losses, mask, unit)
@@ -263,24 +254,25 @@ def test_units_divide_by_what_they_say():
 # --- names --------------------------------------------------------------------------------------------------
 
 
-def loss_with_entropy(inputs: LossInputs, *, unit: str, entropy_coef: float = 0.5, **other) -> LossOutput:
+def loss_with_entropy(inputs, *, unit, entropy_coef=0.5, **other):
     """A function of the user that has an entropy bonus by default."""
     return LossOutput(inputs.log_probs.sum(), 1.0, {})
 
 
 def test_losses_resolve_by_key_and_by_module_and_name_the_nearest(monkeypatch):
-    assert resolve_loss("rollouts.losses.token_losses:sft_loss") is sft_loss
+    assert resolve_loss("rollouts.losses:sft_loss") is sft_loss
     try_loss(f"{__name__}:loss_with_entropy", {"anything": 1})
     with pytest.raises(ConfigError, match=r"'unit'; it is called as function\(inputs"):
         try_loss(f"{__name__}:row", {})
     with pytest.raises(ConfigError, match="did you mean 'ppo_clip'"):
         resolve_loss("ppo-clip")
-    for name in ("no_such_module:f", "rollouts.losses.token_losses:no_such", ":f", "math:pi", "a/file.py:f"):
+    for name in ["no_such_module:f", "rollouts.losses:no_such", ":f", "math:pi", "a/file.py:f"]:
         with pytest.raises(PlugInError, match="loss="):
             resolve_loss(name)
-    plug_in = types.ModuleType("a_correction")
-    vars(plug_in)["halve"] = lambda inputs, *, by=2.0: torch.full_like(inputs.log_probs.detach(), 1 / by)
-    monkeypatch.setitem(__import__("sys").modules, "a_correction", plug_in)
+    plug_in = types.SimpleNamespace(
+        halve=lambda inputs, *, by=2.0: torch.full_like(inputs.log_probs.detach(), 1 / by)
+    )
+    monkeypatch.setitem(sys.modules, "a_correction", plug_in)
     weights = parse_correction("a_correction:halve(by=4) * token_tis(cap=1)")(make_inputs())
     assert weights[0].tolist() == pytest.approx([0.25, 0.25 * exp(-0.1), 0.25])
     with pytest.raises(ConfigError, match="it takes by"):
@@ -289,8 +281,8 @@ def test_losses_resolve_by_key_and_by_module_and_name_the_nearest(monkeypatch):
 
 def test_a_loss_asks_for_the_entropy_s_gradient_by_its_parameter():
     mine = f"{__name__}:loss_with_entropy"
-    for name, coefficient in (("ppo_clip", -0.01), (mine, 0.1)):
-        assert wants_entropy_gradient(name, {"entropy_coef": coefficient})
-        assert not wants_entropy_gradient(name, {"entropy_coef": 0})
+    for name in ("ppo_clip", mine):
+        found = [wants_entropy_gradient(name, {"entropy_coef": one}) for one in (-0.01, 0.1, 0)]
+        assert found == [True, True, False]
     assert wants_entropy_gradient(mine, {})
     assert not any(wants_entropy_gradient(name, {}) for name in LOSSES)

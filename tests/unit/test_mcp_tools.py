@@ -1,5 +1,6 @@
 """Tools of MCP servers, with the official SDK on both sides: real processes, real time."""
 
+import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -25,19 +26,16 @@ async def test_a_server_over_stdio_answers_refuses_hangs_and_dies():
     before = find_descendants()
     async with open_mcp_tools(COMMAND, 30) as tools:
         function = tools[0].schema["function"]
-        assert (function["description"], function["parameters"]["required"]) == (
-            "Adds two numbers.",
-            ["a", "b"],
-        )
-        results = await use(tools, [("add", {"a": 1, "b": 2}), ("lines", {}), ("add", {"a": "x", "b": 2})])
+        assert (function["description"], function["parameters"]["required"]) == ("Adds two numbers.", [*"ab"])
+        calls = '[["add", {"a": 1, "b": 2}], ["lines", {}], ["add", {"a": "x", "b": 2}]]'
+        results = await use(tools, json.loads(calls))
         assert results[:2] == [("ok", "3"), ("ok", "one\ntwo")]
         assert results[2][0] == "failed" and "Error executing tool add: 1 validation" in results[2][1]
         hung = await use(tools, [("hang", {})], timeout_s=0.5)
         assert hung == [("timeout", "Error: hang took longer than 0.5 s")]
         for name in ("die", "lines"):
-            with pytest.raises(
-                EnvironmentFailed, match=f"MCP server .* failed in {name}: .*Connection closed"
-            ):
+            said = f"MCP server .* failed in {name}: .*Connection closed"
+            with pytest.raises(EnvironmentFailed, match=said):
                 await use(tools, [(name, {})])
     assert find_descendants() <= before
 
@@ -46,17 +44,16 @@ async def test_a_server_over_stdio_answers_refuses_hangs_and_dies():
 async def test_a_server_that_does_not_open_is_named(command):
     with pytest.raises(EnvironmentFailed, match=f"^MCP server '{command}' did not stay open: "):
         async with open_mcp_tools(command, 30):
-            raise AssertionError("opened")
+            pass
 
 
 async def test_two_tools_of_one_name_are_refused_and_cancellation_ends_the_servers():
     before, config = find_descendants(), make_config(tools=[f"mcp:{COMMAND}"] * 2)
     with pytest.raises(PlugInError, match=r"rl.rollout.tools: two have one name: \['add', 'hang'"):
         async with open_functions(config, Functions(), warn=print):
-            raise AssertionError("opened")
-    with trio.CancelScope() as scope:
-        async with open_mcp_tools(COMMAND, 30) as tools:
-            scope.deadline = trio.current_time() + 0.2
+            pass
+    async with open_mcp_tools(COMMAND, 30) as tools:
+        with trio.move_on_after(0.2) as scope:
             await use(tools, [("hang", {})])
     assert scope.cancelled_caught
     assert find_descendants() <= before

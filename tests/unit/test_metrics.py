@@ -6,7 +6,6 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,22 +14,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rollouts.data.data_buffer import DataBuffer
-from rollouts.engines.fleet import Member, open_fleet
-from rollouts.errors import EngineUnreachable, MetricError
+from rollouts.errors import MetricError
 from rollouts.metrics import progress as progress_module
 from rollouts.metrics.names import METRICS, find_metric
 from rollouts.metrics.progress import open_progress
-from rollouts.metrics.record import (
-    check_metric,
-    encode_row,
-    encode_sample_rows,
-    make_head,
-    shorten_failure,
-)
-from rollouts.types import GenerateRequest, Sample, SamplingParams, Status
+from rollouts.metrics.record import check_metric, encode_row, encode_sample_rows, make_head, shorten_failure
+from rollouts.types import Sample, Status
 from rollouts.weight_sync.sync import make_metric_name
 from tests.support.text_tables import cases, read_cells
-from tests.unit.test_fleet import FakeEngine, update
+from tests.unit.fleet_engines import UNREACHABLE, FakeEngine, fail, fleet_of, gather
 from tests.unit.test_mixture import make_mixture
 from tests.unit.test_weight_sync import World
 
@@ -53,7 +45,7 @@ def test_a_name_out_of_form_is_refused_by_name(name):
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, np.float32("nan"), "1.0", None, [1.0]])
-def test_a_value_that_is_not_a_finite_number_is_refused_naming_the_metric(value: object):
+def test_a_value_that_is_not_a_finite_number_is_refused_naming_the_metric(value):
     with pytest.raises(MetricError, match=r"metric loss/total = .*finite"):
         check_metric("loss/total", value)
 
@@ -71,7 +63,7 @@ def test_a_row_is_encoded_as_the_standard_library_reads_it():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, np.float32("nan"), np.float64("inf")])
 @pytest.mark.parametrize("text", ["null", "\ud800"])
-def test_a_number_that_is_not_finite_is_refused_naming_the_field(value: float, text):
+def test_a_number_that_is_not_finite_is_refused_naming_the_field(value, text):
     with pytest.raises(MetricError, match="field rewards = "):
         encode_row({"text": text, "none": None, "rewards": {"parts": [1.0, value]}})
 
@@ -80,7 +72,7 @@ def test_a_number_that_is_not_finite_is_refused_naming_the_field(value: float, t
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def time(monkeypatch) -> SimpleNamespace:
     """The clock of progress, which says `now`."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(progress_module, "time", clock)
@@ -97,10 +89,8 @@ def test_a_log_gets_the_first_and_last_step_and_one_line_in_between_per_interval
         for step in range(1, 7):
             time.now = 4.0 * (step - 1)  # lines at 0 s, 12 s and, as the last step, 20 s
             progress("sft", step, metrics)
-    assert text.getvalue().splitlines() == [
-        f"sft {step}/6  loss 1.5  grad 0.123  tok/s 1234  s/step 4.00  eta {eta}s"
-        for step, eta in ((1, 20), (4, 8), (6, 0))
-    ]
+    said = "sft {}/6  loss 1.5  grad 0.123  tok/s 1234  s/step 4.00  eta {}s\n".format
+    assert text.getvalue() == said(1, 20) + said(4, 8) + said(6, 0)
 
 
 def test_a_terminal_shows_the_newest_state_of_every_stage(time):
@@ -147,21 +137,20 @@ samples = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(sample=samples, failure=st.none() | failures | values)
-def test_a_row_is_at_most_700_bytes_beside_its_texts(sample: Sample, failure: Any):
-    metadata = sample.metadata | ({} if failure is None else {"failure": failure})
+def test_a_row_is_at_most_700_bytes_beside_its_texts(sample, failure):
+    metadata = sample.metadata if failure is None else sample.metadata | {"failure": failure}
     row = json.loads(encode_sample_rows(HEAD, [dataclasses.replace(sample, metadata=metadata)]))
-    kept: dict[str, Any] = row.get("metadata", {})
-    texts: dict[str, Any] = {"prompt": "", "response": ""}
+    kept = row.get("metadata", {})
+    texts = {"prompt": "", "response": ""}
     if "failure" in kept:
         texts["metadata"] = kept | {"failure": {}}
     assert len(encode_row(row | texts)) <= ROW_BYTES
     assert row["id"] == sample.id
     assert len(row.get("rewards", {})) + row.get("rewards_cut", 0) == len(sample.rewards), "kept or counted"
     assert len(kept) + row.get("metadata_cut", 0) == len(metadata), "each key is kept or counted"
-    assert [key for key in metadata if key in kept and key != "failure"] == [
-        key for key in kept if key != "failure"
-    ]
     assert ("failure" in kept) == ("failure" in metadata)
+    kept.pop("failure", None)
+    assert [key for key in metadata if key in kept] == [*kept]
 
 
 def test_a_failure_keeps_its_four_texts_each_cut():
@@ -176,7 +165,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_documentation_is_the_table():
-    page = (ROOT / "docs" / "run_directory.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/run_directory.md").read_text(encoding="utf-8")
     lines = [f"| `{one.name}` | {one.unit or '–'} | {one.stages} | {one.meaning} |\n" for one in METRICS]
     table = "".join(["| metric | unit | stage | meaning |\n|---|---|---|---|\n", *lines])
     assert table in page, f"docs/run_directory.md, section Metrics, is not the table:\n{table}"
@@ -206,17 +195,9 @@ def test_statistics_that_the_loop_logs_under_an_area_are_in_the_table():
 
 
 async def test_what_servers_and_their_updates_say_is_in_the_table(autojump_clock):
-    async def fail(engine, request):
-        raise EngineUnreachable("gone")
-
-    members = [Member(FakeEngine("vllm-0", script=fail)), Member(FakeEngine("vllm-1"))]
-    async with open_fleet(members, warn=lambda said: None) as fleet:
-        update(fleet, 0)
-        for number in range(4):
-            prompt, sampling = np.zeros(1, np.int64), SamplingParams(max_new_tokens=1)
-            await fleet.generate(
-                GenerateRequest(request_id=f"r{number}", prompt_ids=prompt, sampling=sampling)
-            )
+    engines = FakeEngine("vllm-0", script=fail(UNREACHABLE)), FakeEngine("vllm-1")
+    async with fleet_of(*engines) as fleet:
+        await gather(fleet, *"abcd")
         said = {make_metric_name(name) for name in fleet.statistics()}
     said |= (await World().step(3.0)).keys()
     assert {

@@ -14,27 +14,18 @@ from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.datasets import exclude_prompts, load_sources
 from rollouts.data.mixture import Mixture, Source, select_samples
 from rollouts.errors import DataError
-from tests.support.text_tables import write_jsonl
+from tests.support.text_tables import cases, write_jsonl
 
 
 def make_mixture(**sizes_and_weights: tuple[int, float]) -> Mixture[Any]:
-    return Mixture(
-        tuple(
-            Source(name, weight, tuple({"prompt": f"{name} {index}"} for index in range(size)))
-            for name, (size, weight) in sizes_and_weights.items()
-        )
+    sources = (
+        Source(name, weight, tuple({"prompt": f"{name} {index}"} for index in range(size)))
+        for name, (size, weight) in sizes_and_weights.items()
     )
+    return Mixture(tuple(sources))
 
 
 THREE = make_mixture(a=(5, 0.5), b=(3, 0.3), c=(4, 0.2))
-
-
-def assert_within_one(turns: list[int], shares: list[Fraction]):
-    counts = [0] * len(shares)
-    for turn, index in enumerate(turns, start=1):
-        counts[index] += 1
-        away = [abs(count - share * turn) for count, share in zip(counts, shares, strict=True)]
-        assert max(away) < 1, (turn, counts)
 
 
 # --- the buffer ---------------------------------------------------------------------------------------------
@@ -69,13 +60,15 @@ def test_saving_at_any_point_leaves_the_future_unchanged(sizes, weights, past, f
             buffer.return_prompts([drawn[index] for index in sorted(give_back) if index < count])
         return stream
 
-    mixture = make_mixture(**dict(zip("abc", zip(sizes, weights, strict=True), strict=True)))
+    a, b, c = zip(sizes, weights, strict=True)
+    mixture = make_mixture(a=a, b=b, c=c)
     buffer = DataBuffer(mixture, seed=3, shuffle=shuffle)
     play(buffer, past)
     restored = DataBuffer(mixture, seed=4)
     restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
     assert restored.state_dict() == buffer.state_dict()
-    assert play(restored, [*future, (12, set(), None)]) == play(buffer, [*future, (12, set(), None)])
+    future.append((12, set(), None))
+    assert play(restored, future) == play(buffer, future)
     assert restored.statistics() == buffer.statistics()
 
 
@@ -108,11 +101,15 @@ def test_a_small_source_has_its_turns_when_weights_change_before_every_batch():
     assert buffer.drawn_by_source()["small"] == 80
 
 
-def test_weights_that_are_not_of_the_sources_are_refused():
+@cases("""
+weights
+a = 1, b = 1
+a = 1, b = 1, c = -1
+""")
+def test_weights_that_are_not_of_the_sources_are_refused(weights: dict):
     buffer = DataBuffer(THREE, seed=0)
-    for weights in ({"a": 1, "b": 1}, {"a": 1, "b": 1, "c": -1}):
-        with pytest.raises(DataError, match="are not for the sources a, b, c"):
-            buffer.set_weights(weights)
+    with pytest.raises(DataError, match="are not for the sources a, b, c"):
+        buffer.set_weights(weights)
     assert buffer.weights == {"a": 0.5, "b": 0.3, "c": 0.2}
 
 
@@ -126,23 +123,25 @@ def test_weights_that_are_not_of_the_sources_are_refused():
     st.integers(1, 7),
 )
 @settings(max_examples=60, deadline=None)
-def test_sft_batches_have_the_exact_proportions_and_whole_epochs(
-    parts: list[tuple[int, float]], batch_size: int
-):
-    rows = [tuple((index, row) for row in range(size)) for index, (size, _) in enumerate(parts)]
-    mixture = Mixture(
-        tuple(Source(str(own[0][0]), part[1], own) for own, part in zip(rows, parts, strict=True))
+def test_sft_batches_have_the_exact_proportions_and_whole_epochs(parts, batch_size):
+    sources = (
+        Source(str(owner), weight, tuple((owner, row) for row in range(size)))
+        for owner, (size, weight) in enumerate(parts)
     )
+    mixture = Mixture(tuple(sources))
     steps = [select_samples(mixture, batch_size, step, 5) for step in range(12)]
     assert [select_samples(mixture, batch_size, step, 5) for step in reversed(range(12))] == steps[::-1]
     drawn = [row for rows in steps for row in rows]
-    owners = [index for index, _ in drawn]
-    total = sum(Fraction(str(weight)) for _, weight in parts)
-    assert_within_one(owners, [Fraction(str(weight)) / total for _, weight in parts])
+    weights = [Fraction(str(weight)) for _, weight in parts]
+    counts = [0] * len(parts)
+    for turn, (owner, _) in enumerate(drawn, start=1):
+        counts[owner] += 1
+        for count, weight in zip(counts, weights, strict=True):
+            assert abs(count - weight / sum(weights) * turn) < 1, (turn, counts)
     for index, (size, _) in enumerate(parts):
         rows = [row for owner, row in drawn if owner == index]
-        for start in range(0, len(rows) - size + 1, size):
-            assert sorted(rows[start : start + size]) == list(range(size))
+        for epoch in range(len(rows) // size):
+            assert sorted(rows[epoch * size :][:size]) == [*range(size)]
 
 
 # --- loading ------------------------------------------------------------------------------------------------
@@ -165,14 +164,12 @@ def test_a_field_called_source_is_refused_only_in_a_mixture(tmp_path):
     rows = [{"prompt": "x", "source": "web"}]
     named, other = write(tmp_path, "named", *rows), write(tmp_path, "other", {"prompt": "y"})
     assert load_sources([named], name="rl.data").sources[0].rows == tuple(rows)
-    with pytest.raises(
-        DataError, match=r'rl\.data\.1 \(named\): its rows have a field source.*columns\.NAME = "source"'
-    ):
+    said = r'rl\.data\.1 \(named\): its rows have a field source.*columns\.NAME = "source"'
+    with pytest.raises(DataError, match=said):
         load_sources([other, named], name="rl.data")
     renamed = named.model_copy(update={"columns": {"origin": "source"}})
-    assert load_sources([other, renamed], name="rl.data").sources[1].rows == (
-        {"origin": "web", "prompt": "x"},
-    )
+    (row,) = load_sources([other, renamed], name="rl.data").sources[1].rows
+    assert row == {"origin": "web", "prompt": "x"}
 
 
 def test_held_out_prompts_leave_every_source_and_an_emptied_one_is_named():
@@ -180,7 +177,6 @@ def test_held_out_prompts_leave_every_source_and_an_emptied_one_is_named():
     kept, removed = exclude_prompts(mixture, [{"prompt": "A 0"}], name="rl.data")
     assert [source.rows for source in kept.sources] == [({"prompt": "a 1"},), mixture.sources[1].rows]
     assert removed == 1
-    with pytest.raises(
-        DataError, match=r"rl\.data has no row left from b: all of its prompts are held out by eval\.data"
-    ):
+    said = r"rl\.data has no row left from b: all of its prompts are held out by eval\.data"
+    with pytest.raises(DataError, match=said):
         exclude_prompts(mixture, [{"prompt": "b 0"}], name="rl.data")

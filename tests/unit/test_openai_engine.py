@@ -3,7 +3,6 @@ of it can train.
 """
 
 import json
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from rollouts.engines.openai import OpenAIEngine, open_openai_engine
+from rollouts.engines.openai import open_openai_engine
 from rollouts.errors import EngineError, EngineSetupError, ReplyError, RequestRefused
 from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import asked, make_request
@@ -35,14 +34,14 @@ class Letters:
 
 def open_engine(
     choices: str = FOUR_TOKENS, *, calls: list[Any] | None = None, hangs: bool = False, **changes
-) -> AbstractAsyncContextManager[OpenAIEngine]:
+):
     """The engine of an endpoint that answers these choices, JSON, to everything; `calls` gets bodies and
     keys.
     """
 
     async def handle(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "m"}]})
+            return httpx.Response(200, text='{"data": [{"id": "m"}]}')
         assert request.url.path == "/v1/completions"
         if hangs:
             await trio.sleep_forever()
@@ -50,13 +49,8 @@ def open_engine(
             calls.append((json.loads(request.content), request.headers.get("authorization")))
         return httpx.Response(200, text=f'{{"choices": [{choices}]}}')
 
-    options = {
-        "model": "m",
-        "vocab_size": 27,
-        "context_length": 64,
-        "transport": lambda: httpx.MockTransport(handle),
-    }
-    return open_openai_engine("http://endpoint", **options | changes)
+    options = {"model": "m", "vocab_size": 27, "context_length": 64, **changes}
+    return open_openai_engine("http://endpoint", transport=lambda: httpx.MockTransport(handle), **options)
 
 
 @pytest.mark.parametrize("check", engine_contracts.CHECKS)
@@ -71,15 +65,11 @@ async def test_ids_go_out_and_come_back_without_a_tokenizer_and_without_numbers_
         completion = await engine.generate(
             make_request(prompt=(5, 6), top_k=3, stop_token_ids=(7,), seed=2**63 + 1)
         )
-    assert completion.token_ids.tolist() == [1, 2, 3, 4]
-    assert np.isnan(completion.log_probs).all()
-    assert completion.weight_versions.tolist() == [-1] * 4
-    ((body, authorization),) = calls
-    assert authorization == "Bearer key"
-    assert body == json.loads(
-        """{"model": "m", "prompt": [5, 6], "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": 3,
+    found = completion.token_ids, completion.log_probs, completion.weight_versions
+    np.testing.assert_array_equal(found, [[1, 2, 3, 4], [np.nan] * 4, [-1] * 4])
+    body = """{"model": "m", "prompt": [5, 6], "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": 3,
         "seed": 1, "stop_token_ids": [7], "return_token_ids": true}"""
-    )
+    assert calls == [(json.loads(body), "Bearer key")]
 
 
 async def test_text_goes_out_and_comes_back_with_a_tokenizer():
@@ -88,15 +78,21 @@ async def test_text_goes_out_and_comes_back_with_a_tokenizer():
     async with open_engine(answer, calls=calls, tokenizer=Letters()) as engine:
         completion = await engine.generate(make_request(prompt=(3, 1, 2, 0), stop_token_ids=(0,)))
         assert any("tokenized again" in gap for gap in engine.features.gaps)
-        for sampling, message in (
-            ({"top_k": 5}, "top_k=5"),
-            ({"stop_token_ids": (1, 2, 3, 4, 5)}, "5 stop tokens"),
-        ):
-            with pytest.raises(RequestRefused, match=message):  # the API cannot say it in text
-                await engine.generate(make_request(**sampling))
     ((body, _),) = calls
     assert (body["prompt"], body["stop"]) == ("cab.", ["."])
     assert (completion.token_ids.tolist(), completion.finish_reason) == ([2, 1, 4], "stop")
+
+
+@cases("""
+sampling | message
+top_k = 5 | top_k=5
+stop_token_ids = [1, 2, 3, 4, 5] | 5 stop tokens
+stop_token_ids = [1, 2], stop_texts = ["a", "b", "c"] | 2 stop tokens and 3 stop texts
+""")
+async def test_what_the_api_cannot_say_in_text_is_refused(sampling: dict, message):
+    async with open_engine(tokenizer=Letters()) as engine:
+        with pytest.raises(RequestRefused, match=message):
+            await engine.generate(make_request(**sampling))
 
 
 @cases("""

@@ -1,17 +1,16 @@
 """Attention of a packed row is that of a dense mask, forward and backward, and no sequence feels another."""
 
 import functools
-from typing import Any
+import json
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from rollouts.data.packing import make_micro_batches, spread_to_rows
+from rollouts.data.packing import spread_to_rows
 from rollouts.errors import ModelError
-from rollouts.models.forward_plan import plan_forward
-from rollouts.models.log_probs import compute_micro_batch_outputs
+from rollouts.models.forward_plan import compute_micro_batch_outputs, plan_forward
 from rollouts.models.packed_attention import (
     SMALL_TILE,
     TILE,
@@ -24,9 +23,12 @@ from rollouts.models.packed_attention import (
 from rollouts.types import IntArray
 from tests.support.plain_backend import load_tiny
 from tests.support.text_tables import cases
+from tests.unit.test_packing import pack
+
+Tree = tuple[IntArray, IntArray]
 
 
-def make_tree(rng: np.random.Generator, levels: int, longest: int) -> tuple[IntArray, IntArray]:
+def make_tree(rng, levels: int, longest: int) -> Tree:
     """subtree_end and depths of a random tree: a run of nodes, and below it two or three smaller trees."""
     length = int(rng.integers(1, longest + 1))
     children = [make_tree(rng, levels - 1, longest) for _ in range(int(rng.integers(2, 4)))] if levels else []
@@ -35,7 +37,7 @@ def make_tree(rng: np.random.Generator, levels: int, longest: int) -> tuple[IntA
     return np.append(run * 0 + length + len(ends), ends + length), np.append(run, depths + length)
 
 
-def put_side_by_side(trees: list[tuple[IntArray, IntArray]]) -> tuple[IntArray, IntArray]:
+def put_side_by_side(trees: list[Tree]) -> Tree:
     ends, depths = np.zeros((2, 0), np.int64)
     for tree_ends, tree_depths in trees:
         ends, depths = np.append(ends, tree_ends + len(ends)), np.append(depths, tree_depths)
@@ -64,7 +66,7 @@ def draw_heads(
 @pytest.mark.parametrize("tile", [SMALL_TILE, 11, TILE])
 @pytest.mark.parametrize("window", [None, 1, 3, 20])
 @cases("seed: 0 1 2 3")
-def test_output_and_gradients_are_those_of_a_dense_mask(seed: int, window: int | None, tile: int):
+def test_output_and_gradients_are_those_of_a_dense_mask(seed: int, window, tile):
     rng, longest = np.random.default_rng(seed), 25 if tile > SMALL_TILE else 9
     ends, depths = put_side_by_side([make_tree(rng, levels, longest) for levels in rng.permutation(3)])
     tensors = query, key, value = draw_heads(len(ends), seed=seed)
@@ -76,7 +78,7 @@ def test_output_and_gradients_are_those_of_a_dense_mask(seed: int, window: int |
     torch.testing.assert_close((output, *grads[0]), (expected, *grads[1]), atol=1e-12, rtol=0)
 
 
-def trees(*, longest: int, count: int = 2, levels: int = 2) -> tuple[IntArray, IntArray]:
+def trees(*, longest: int, count: int = 2, levels: int = 2) -> Tree:
     return put_side_by_side(
         [make_tree(np.random.default_rng(seed), levels, longest) for seed in range(count)]
     )
@@ -92,9 +94,7 @@ def trees(*, longest: int, count: int = 2, levels: int = 2) -> tuple[IntArray, I
         ((np.full(4096, 4096), np.arange(4096)), TILE, 600, 8 * TILE),
     ],
 )
-def test_every_visible_pair_is_in_one_piece_and_few_others_are_computed(
-    tree: tuple[IntArray, IntArray], tile: int, window: int | None, spare: int
-):
+def test_every_visible_pair_is_in_one_piece_and_few_others_are_computed(tree, tile, window, spare):
     times = np.zeros((len(tree[0]),) * 2, np.int64)
     computed = 0
     for piece in find_pieces(PackedRow(*tree, tile), window, torch.float32):
@@ -111,14 +111,14 @@ def test_every_visible_pair_is_in_one_piece_and_few_others_are_computed(
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 3])
-def test_flex_attention_with_our_blocks_is_the_dense_mask(window: int | None):
+def test_flex_attention_with_our_blocks_is_the_dense_mask(window):
     """As an accelerator would compute it, but not compiled."""
     from torch.nn.attention.flex_attention import flex_attention
 
     ends, depths = trees(longest=20, count=3, levels=1)
     blocks = make_block_mask(PackedRow(ends, depths), window, torch.device("cpu"))
     query, key, value = (tensor.detach() for tensor in draw_heads(len(ends), dtype=torch.float32))
-    found: Any = flex_attention(query, key, value, block_mask=blocks, scale=0.3, enable_gqa=True)
+    found = flex_attention(query, key, value, block_mask=blocks, scale=0.3, enable_gqa=True)
     expected = attend_densely(query, key, value, see_densely(ends, depths, window), scale=0.3)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
@@ -126,9 +126,7 @@ def test_flex_attention_with_our_blocks_is_the_dense_mask(window: int | None):
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-def test_the_kernel_of_an_accelerator_is_the_dense_mask(
-    dtype: torch.dtype, allowed: float, window: int | None
-):
+def test_the_kernel_of_an_accelerator_is_the_dense_mask(dtype, allowed, window):
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     ends, depths = trees(longest=150, count=3, levels=1)
@@ -151,24 +149,21 @@ def test_the_kernel_of_an_accelerator_is_the_dense_mask(
 def test_another_sequence_changes_no_bit(share_prefix: bool):
     model = load_tiny("llama")
     plan, rng = plan_forward(model), np.random.default_rng(0)
-    rows = [rng.integers(0, 250, 30)]
-    for prompt, answers in ((150, (40, 60, 8)), (9, (5, 5, 7))):
+    rows = [np.append(255, rng.integers(0, 250, 29))]  # nothing shared with the others
+    for prompt, answers in json.loads("[[150, [40, 60, 8]], [9, [5, 5, 7]]]"):
         start = rng.integers(0, 250, prompt)
-        rows += [np.concatenate([start, rng.integers(0, 250, length)]) for length in answers]
-    rows[0][0] = 255  # nothing shared with the others, before or after the change
+        rows += [np.append(start, rng.integers(0, 250, length)) for length in answers]
     masks = [np.arange(len(row)) > 0 for row in rows]
-    found = []
+    computed, found = sum(map(len, rows)) - len(rows), []  # last tokens predict nothing
     for _ in range(2):
-        options: dict[str, Any] = {"micro_batch_tokens": 8192, "padding_free": True}
-        (micro,) = make_micro_batches(rows, masks, share_prefix=share_prefix, **options)
-        computed = sum(map(len, rows)) - len(rows)  # last tokens predict nothing
+        (micro,) = pack(rows, masks, 8192, share=share_prefix)
         assert micro.input_ids.shape == (1, computed - (2 * 150 + 2 * 9 if share_prefix else 0))
         log_probs = compute_micro_batch_outputs(model, micro, plan=plan, temperature=1.0).log_probs
         found.append(spread_to_rows([micro], [log_probs.detach().numpy()], rows))
-        rows[0] = np.concatenate([rows[0][:1], rng.integers(0, 250, 29)])
+        rows[0] = np.append(255, rng.integers(0, 250, 29))
     (own, *others), (own_after, *others_after) = found
     assert (own[1:] != own_after[1:]).all()
-    assert all((one == two).all() for one, two in zip(others, others_after, strict=True))
+    np.testing.assert_equal(others, others_after)
 
 
 def test_a_model_attends_as_before_where_no_packed_row_is_given():
@@ -190,10 +185,9 @@ def test_a_layer_that_wants_what_packed_rows_have_not_is_refused(count: int, opt
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     register_packed_attention()
-    attend: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    row: dict[str, Any] = {"packed_row": PackedRow(np.full(6, 6), np.arange(6)), option: 0.1}
+    row = {"packed_row": PackedRow(np.full(6, 6), np.arange(6)), option: 0.1}
     with pytest.raises(ValueError, match=message):
-        attend(torch.nn.Module(), *draw_heads(count), None, **row)
+        ALL_ATTENTION_FUNCTIONS["sdpa"](torch.nn.Module(), *draw_heads(count), None, **row)
 
 
 def test_a_plan_whose_attention_forgets_the_packed_row_falls_back():
@@ -203,7 +197,7 @@ def test_a_plan_whose_attention_forgets_the_packed_row_falls_back():
     model = load_tiny("llama")
     proved = plan_forward(model)
     assert proved.choose_layout(100) == "packed"
-    decoder: Any = model.get_decoder()
+    decoder = model.get_decoder()
 
     def forget(*inputs, forward=decoder.forward, packed_row=None, **options):
         return forward(*inputs, **options)
@@ -212,7 +206,6 @@ def test_a_plan_whose_attention_forgets_the_packed_row_falls_back():
     plan = plan_forward(model)
     assert plan.choose_layout(100) == "rows" and "did not take the packed row" in plan.reason
     rows = [np.arange(2, 9), np.asarray([2, 3, 4, 9, 8])]
-    options: dict[str, Any] = {"micro_batch_tokens": 64, "share_prefix": True, "padding_free": True}
-    (micro,) = make_micro_batches(rows, [np.arange(len(row)) > 2 for row in rows], **options)
+    (micro,) = pack(rows, [np.arange(len(row)) > 2 for row in rows])
     with pytest.raises(ModelError, match="something has replaced transformers' 'sdpa'"):
         compute_micro_batch_outputs(model, micro, plan=proved, temperature=1.0)

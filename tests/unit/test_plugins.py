@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,10 +12,11 @@ from rollouts.errors import PlugInError
 from tests.support.text_tables import cases
 
 SCORE = "def score(sample):\n    return 1\n"
+load = partial(load_function, role="reward")
 
 
 @pytest.fixture
-def write(tmp_path) -> Callable[..., Path]:
+def write(tmp_path):
     def write_file(text: str, name: str = "r.py") -> Path:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -27,7 +28,7 @@ def write(tmp_path) -> Callable[..., Path]:
 
 def message_of(name: str, base_dir: Path, role: str = "reward") -> str:
     with pytest.raises(PlugInError) as caught:
-        load_function(name, role=role, base_dir=base_dir)
+        load(name, role=role, base_dir=base_dir)
     assert str(caught.value).startswith(f"{role}={name!r}")
     return str(caught.value)
 
@@ -36,8 +37,8 @@ def test_functions_of_modules_files_and_objects_are_found(write, tmp_path):
     path = write("class Judge:\n    def score(self, sample):\n        return 7\njudge = Judge()\n", "t/r.py")
     before = list(sys.path)
     for name, expected in (("t/r.py:judge.score", 7), (f"{path}:judge.score", 7), ("math:sqrt", 2)):
-        assert load_function(name, role="reward", base_dir=tmp_path)(4) == expected
-    assert load_function("builtins:max", role="reward", base_dir=tmp_path) is max, "C tells no signature"
+        assert load(name, base_dir=tmp_path)(4) == expected
+    assert load("builtins:max", base_dir=tmp_path) is max, "C tells no signature"
     known = {"check_even": math.sqrt}
     assert load_function("check_even", role="filter", base_dir=tmp_path, built_in=known) is math.sqrt
     assert sys.path == before
@@ -45,17 +46,12 @@ def test_functions_of_modules_files_and_objects_are_found(write, tmp_path):
 
 def test_the_same_file_is_executed_once_and_files_of_one_name_stay_apart(write, tmp_path):
     text = "from dataclasses import dataclass\n@dataclass\nclass R:\n    x: int\ncalls = [R(1)]\n"
+    text += "def f(s):\n    calls.append(s)\n    return calls\ndef g(s):\n    return calls\n"
     for folder in ("a", "b"):
-        write(
-            f"{text}def f(s):\n    calls.append(s)\n    return calls\ndef g(s):\n    return calls\n",
-            f"{folder}/r.py",
-        )
-    load_function("a/r.py:f", role="reward", base_dir=tmp_path)("x")
-    counts = [
-        len(load_function(name, role="reward", base_dir=tmp_path / "a")("y"))
-        for name in ("../a/r.py:g", "../b/r.py:g")
-    ]
-    assert counts == [2, 1]
+        write(text, f"{folder}/r.py")
+    load("a/r.py:f", base_dir=tmp_path)("x")
+    assert len(load("../a/r.py:g", base_dir=tmp_path / "a")("y")) == 2
+    assert len(load("../b/r.py:g", base_dir=tmp_path / "a")("y")) == 1
 
 
 @cases("""
@@ -104,10 +100,10 @@ def test_whatever_an_import_raises_is_kept_as_the_cause_and_may_be_corrected(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     with pytest.raises(PlugInError, match=r"importing .*raising_plugin.* failed") as caught:
-        load_function(name, role="reward", base_dir=tmp_path)
+        load(name, base_dir=tmp_path)
     assert caught.value.__cause__ is not None
     write(SCORE, "raising_plugin.py")
-    assert load_function(name, role="reward", base_dir=tmp_path)("x") == 1
+    assert load(name, base_dir=tmp_path)("x") == 1
     sys.modules.pop("raising_plugin", None)
 
 
@@ -146,5 +142,5 @@ def test_a_generator_function_is_refused_when_it_is_loaded(write, tmp_path, role
 
 def test_a_curriculum_is_plain(write, tmp_path):
     write("async def score(step, statistics):\n    return {}\n")
-    assert "it must be" not in (said := message_of("r.py:score", tmp_path, "curriculum"))
-    assert "it is async; this one must be a plain function" in said
+    said = message_of("r.py:score", tmp_path, "curriculum")
+    assert "it must be" not in said and "it is async; this one must be a plain function" in said

@@ -1,9 +1,9 @@
 """Measures of policies and of what they write, against numbers worked by hand and slow versions."""
 
 import itertools
+import json
 import math
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from rollouts.evaluation.intervals import compare_policies, compute_bootstrap_in
 from rollouts.evaluation.pass_at_k import compute_pass_at_k
 from rollouts.evaluation.policy_metrics import compute_entropy, compute_policy_divergence, measure_responses
 from rollouts.generation.generate import make_chat_generate
-from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
+from rollouts.testing.fakes import ScriptedEngine
 from rollouts.types import Mean, RolloutBatch, Sample, SamplingParams, Status
 from tests.support.fake_tokenizer import FakeTokenizer
 from tests.support.text_tables import cases
@@ -35,9 +35,9 @@ def logs(*rows: list[float]) -> Tensor:
 
 @settings(deadline=None)
 @given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(case: tuple[int, int, int]):
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(case):
     n, c, k = case
-    subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+    subsets = [*itertools.combinations([True] * c + [False] * (n - c), k)]
     assert compute_pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
@@ -47,9 +47,10 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(case: tuple[int, 
 def test_divergences_and_entropies_match_the_numbers_worked_by_hand():
     found = compute_policy_divergence(logs([0.5, 0.3, 0.2]), logs([0.4, 0.4, 0.2]))
     ref_entropy = -(0.8 * math.log(0.4) + 0.2 * math.log(0.2))
-    expected = [0.025267154, 0.025815, 0.006367, 1.029653014, ref_entropy]
-    means = (found.kl, found.reverse_kl, found.jsd, found.entropy, found.ref_entropy)
-    assert [mean.value for mean in means] == pytest.approx(expected, abs=5e-7)
+    expected = json.loads("""{"kl": 0.025267154, "reverse_kl": 0.025815, "jsd": 0.006367,
+        "entropy": 1.029653014}""") | {"ref_entropy": ref_entropy}
+    values = {name: getattr(found, name).value for name in expected}
+    assert values == pytest.approx(expected, abs=5e-7)
     assert found.top1_agreement == Mean(1.0, 1.0)
 
 
@@ -63,11 +64,8 @@ def test_entropy_runs_from_zero_to_log_v_and_bears_impossible_tokens():
 
 
 def test_distinct_n_counts_different_n_grams_over_all():
-    responses = ["abab", "abc", ""]  # of letters
-    assert compute_distinct_n(responses, 1) == pytest.approx(3 / 7)
-    assert compute_distinct_n(responses, 2) == pytest.approx(3 / 5)  # ab ba ab, ab bc
-    assert compute_distinct_n(responses, 4) == 1.0
-    assert compute_distinct_n(responses, 5) is None
+    shares = [compute_distinct_n(["abab", "abc", ""], n) for n in (1, 2, 4, 5)]  # of letters
+    assert shares == [pytest.approx(3 / 7), pytest.approx(3 / 5), 1.0, None]  # of two: ab ba ab, ab bc
 
 
 def slow_bleu(hypothesis: list[int], references: list[list[int]]) -> float:
@@ -94,7 +92,7 @@ def test_bleu_matches_the_number_worked_by_hand():
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=2, max_size=5))
-def test_self_bleu_is_the_mean_of_bleu_against_all_others(responses: list[list[int]]):
+def test_self_bleu_is_the_mean_of_bleu_against_all_others(responses):
     slow = [slow_bleu(one, responses[:i] + responses[i + 1 :]) for i, one in enumerate(responses)]
     assert compute_self_bleu(responses) == pytest.approx(sum(slow) / len(slow), abs=1e-12)
 
@@ -116,7 +114,7 @@ def test_pairing_by_prompt_sees_a_difference_that_hard_prompts_would_hide():
     difficulty = generator.normal(scale=5.0, size=100)
     first, second = difficulty, difficulty + 0.2 + generator.normal(scale=0.1, size=100)
     found = compare_policies(first, second, seed=0)
-    assert found.difference.mean == pytest.approx(float((second - first).mean()))
+    assert found.difference.mean == pytest.approx((second - first).mean())
     assert 0.15 < found.difference.low < found.difference.high < 0.25
     assert found.second_is_better == 1.0
     assert found.first.high > found.second.low, "the means' own intervals overlap"
@@ -140,7 +138,7 @@ def test_what_cannot_be_estimated_is_named(function, arguments: Any, options: di
         globals()[function](*arguments, **options)
 
 
-ROWS = [{"prompt": str(number), "answer": str(number)} for number in range(10)]
+ROWS = [{"prompt": number, "answer": number} for number in "0123456789"]
 
 
 async def reward(sample: Sample) -> float:
@@ -152,7 +150,7 @@ async def reward(sample: Sample) -> float:
 async def run(rows):
     return await evaluate(
         rows,
-        ScriptedEngine(lambda request: ScriptedReply()),
+        ScriptedEngine(),
         generate=make_chat_generate(FakeTokenizer()),
         reward=reward,
         sampling=SamplingParams(max_new_tokens=8, temperature=0.0, stop_token_ids=(257,)),
@@ -161,51 +159,53 @@ async def run(rows):
 
 async def test_a_failed_sample_is_counted_and_is_not_part_of_the_mean(autojump_clock):
     result = await run(ROWS)
-    assert [sample.metadata["answer"] for sample in result.samples] == [str(number) for number in range(10)]
+    assert [sample.metadata["answer"] for sample in result.samples] == [*"0123456789"]
     assert result.samples[3].status is Status.FAILED
-    assert result.mean_reward == pytest.approx(5 / 9)
     metrics = result.metrics("sums")
-    assert metrics["eval/sums/avg@1"] == pytest.approx(5 / 9)
-    assert [metrics[f"eval/sums/{name}"] for name in ("prompts", "failed", "truncated/frac")] == [10, 1, 0]
-    assert metrics["eval/sums/response_length/mean"] == 3  # "ok" and the stop token
+    assert [result.mean_reward, metrics["eval/sums/avg@1"]] == pytest.approx([5 / 9] * 2)
+    names = ("prompts", "failed", "truncated/frac", "response_length/mean")  # of "ok" and the stop token
+    assert [metrics[f"eval/sums/{name}"] for name in names] == [10, 1, 0, 3]
 
 
-def read(size: int, rewards: Sequence[float | None], responses: Sequence[str] = ()) -> dict[str, float]:
-    """The metrics of prompts with so many samples each; the reward of one that failed is None."""
-    pairs: Any = itertools.zip_longest(rewards, responses, fillvalue="")
-    samples = [
-        Sample(id=str(at), prompt="?", reward=of, response=text) for at, (of, text) in enumerate(pairs)
-    ]
-    found = EvaluationResult(tuple(samples), size, len(samples) // size).metrics("m")
+def read(size: int, rewards: str, responses: str = "") -> dict[str, float]:
+    """The metrics of prompts with so many samples each; - stands for the reward of one that failed."""
+    values = [None if word == "-" else float(word) for word in rewards.replace(",", "").split()]
+    pairs = itertools.zip_longest(values, responses.split("|"), fillvalue="")
+    samples = (
+        Sample(id=f"{at}", prompt="?", reward=of, response=text) for at, (of, text) in enumerate(pairs)
+    )
+    found = EvaluationResult(tuple(samples), size, len(values) // size).metrics("m")
     return {name.removeprefix("eval/m/"): value for name, value in found.items()}
 
 
 def test_pass_at_k_is_over_the_prompts_with_k_scored_samples():
-    found = read(4, [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, None, 0.0, None, None, None, 0.0])
+    found = read(4, "1 0 0 0, 1 1 - 0, - - - 0")
     assert found["pass@2"] == pytest.approx((1 / 2 + 1) / 2)  # 1 − C(3,2)/C(4,2) and 1 − C(1,2)/C(3,2)
     assert found["pass@4"] == 1.0
     assert found["avg@4"] == pytest.approx(3 / 8)
-    assert "pass@2" not in read(4, [0.5] * 12), "nothing passes where rewards are not 0 and 1"
+    assert "pass@2" not in read(4, 3 * "0.5 0.5 0.5 0.5 "), "nothing passes where rewards are not 0 and 1"
 
 
 def test_a_majority_votes_with_the_number_that_a_response_ends_with_or_its_text():
-    numbers, texts, tie = ["4", "it is 5", "5.0"], [" Blue", "red", "blue "], ["1", "2", "3"]
     # 5 has two votes, blue two; of 1, 2 and 3 the first wins; in the last prompt a sample failed
-    rewards = [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, None]
-    assert read(3, rewards, [*numbers, *texts, *tie, *numbers])["maj@3"] == pytest.approx(1 / 3)
-    assert "maj@3" not in read(3, [1.0] * 3, tie), "nobody agrees: there is nothing to compare"
+    responses = "4|it is 5|5.0| Blue|red|blue |1|2|3|4|it is 5|5.0"
+    found = read(3, "1 0 0, 1 0 1, 0 1 1, 1 1 -", responses)
+    assert found["maj@3"] == pytest.approx(1 / 3)
+    assert "maj@3" not in read(3, "1 1 1", "1|2|3"), "nobody agrees: there is nothing to compare"
 
 
 def test_bounds_of_the_mean_reward_are_of_the_means_of_prompts():
-    found = read(2, [1.0, 1.0, 0.0, None, None, None, 1.0, 0.0])
+    found = read(2, "1 1, 0 -, - -, 1 0")
     wanted = compute_bootstrap_interval([1.0, 0.0, 0.5], seed=0)
     assert (found["avg@2/low"], found["avg@2/high"]) == (wanted.low, wanted.high)
 
 
 def test_responses_are_measured_over_their_own_tokens_together():
     tokens = np.array([[9, 1, 2], [9, 9, 1]])
-    batch = RolloutBatch(tokens=tuple(tokens), loss_masks=(tokens[0] < 9, tokens[1] < 9))
-    log_probs, entropies = np.array([[[0, -0.5, -1], [0, 0, -1.5]], [[0, 0.5, 0.25], [0, 0, 0]]])
+    batch = RolloutBatch(tokens=tuple(tokens), loss_masks=tuple(tokens < 9))
+    log_probs, entropies = np.array(
+        json.loads("[[[0, -0.5, -1], [0, 0, -1.5]], [[0, 0.5, 0.25], [0, 0, 0]]]")
+    )
     found = measure_responses(batch, (tuple(log_probs), tuple(entropies), tuple(log_probs - 0.5)))
     bleu = math.sqrt(1 / 2 * 0.1), math.exp(1 - 2)  # of 1 2, of which only 1 is common; of 1, which is short
     wanted = {"perplexity": math.e, "entropy": 0.25, "distinct_1": 2 / 3, "distinct_2": 1, "kl": 0.5}

@@ -10,17 +10,16 @@ import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from rollouts.advantages import compute_group_advantages
-from rollouts.config.schema import RLTrainingConfig
 from rollouts.filters import FILTERS
 from rollouts.loops.rl_batch import make_loss_spec
 from rollouts.losses import LOSSES, LossInputs
 from tests.support.text_tables import read_cells
+from tests.unit.test_loops import rl_config
 
 # of each library its advantages, and its loss. nemo_rl's is with .01·k3; openrlhf's KL term is in the reward.
 THERE = {
@@ -52,10 +51,8 @@ def rows(text: str) -> torch.Tensor:
 def test_a_preset_gives_the_advantages_and_the_loss_of_its_library(name):
     assert set(TABLES) == set(THERE)
     advantages, loss = THERE[name]
-    data = {"kind": "jsonl", "path": "x.jsonl"}
-    table = {"data": data, "steps": 1, "rollout": {}} | TABLES[name]
-    config = RLTrainingConfig.model_validate(table)
-    params: dict[str, Any] = {"lengths": [2, 3, 4, 1], **config.advantage_params}
+    config = rl_config(**{"rollout": {}} | TABLES[name])
+    params = {"lengths": [2, 3, 4, 1], **config.advantage_params}
     found = compute_group_advantages([1.0, 0.0, 0.0, 0.5], [0] * 4, config.advantage, **params)
     assert found.tolist() == pytest.approx(advantages, abs=2e-6)
     assert set(config.rollout.filters) <= set(FILTERS)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,13 +12,13 @@ import psutil
 import pytest
 import trio
 
-from rollouts.processes.process import Process, open_process
+from rollouts.processes.process import open_process
 from tests.support.processes import is_alive, wait_until
 from tests.support.text_tables import cases
 
-FAKE = Path(__file__).with_name("fake_inference_server.py")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process can adopt orphans")
 PYTHON = [sys.executable, "-I", "-S"]
+TREE = [*PYTHON, str(Path(__file__).with_name("fake_inference_server.py"))]
 
 
 def environment(pids: Path) -> dict[str, str]:
@@ -28,17 +27,8 @@ def environment(pids: Path) -> dict[str, str]:
     return {"VLLM_API_KEY": "k", "FAKE_SERVER": json.dumps(behaviour)}
 
 
-@asynccontextmanager
-async def open_tree(path: Path, **options: float) -> AsyncIterator[tuple[Process, list[int]]]:
-    """The child with its descendants and guards: child, two strays, inner and outer guard."""
-    pids = path / "pids"
-    argv = [*PYTHON, str(FAKE)]
-    async with open_process(argv, env=environment(pids), log=path / "log", **options) as process:
-        await process.wait_started()
-        yield process, await read_tree(pids, process.pid)
-
-
 async def read_tree(pids: Path, child: int) -> list[int]:
+    """The child with its descendants and guards: child, two strays, inner and outer guard."""
     await wait_until(lambda: pids.exists() and pids.read_text() != "")
     inner = psutil.Process(child).ppid()
     tree = [*map(int, pids.read_text().split()), inner, psutil.Process(inner).ppid()]
@@ -49,25 +39,25 @@ async def read_tree(pids: Path, child: int) -> list[int]:
 @linux_only
 @cases("end: leave kill terminate child inner outer")
 async def test_nothing_is_left_of_a_tree(tmp_path, end):
-    async with open_tree(tmp_path, grace_s=0.2) as (process, pids):
+    async def wait():
+        assert await process.wait_ended() == (-9 if end == "child" else None)
+
+    pids = tmp_path / "pids"
+    async with open_process(TREE, env=environment(pids), log=tmp_path / "log", grace_s=0.2) as process:
+        await process.wait_started()
+        tree = await read_tree(pids, process.pid)
         if end in ("kill", "terminate"):
             getattr(process, end)()
         elif end != "leave":
-            os.kill(pids[{"inner": 3, "outer": 4}.get(end, 0)], signal.SIGKILL)
+            os.kill(tree[{"inner": 3, "outer": 4}.get(end, 0)], signal.SIGKILL)
         if end != "leave":
-            codes = []
-
-            async def wait():
-                codes.append(await process.wait_ended())
-
             with trio.fail_after(30):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(wait)
                     nursery.start_soon(wait)
-            assert codes == [-9 if end == "child" else None] * 2
-            assert not any(map(is_alive, pids[:3]))
-    assert not any(map(is_alive, pids[:3]))
-    await wait_until(lambda: not any(map(is_alive, pids)))  # the guards close their sockets just before
+            assert not any(map(is_alive, tree[:3]))
+    assert not any(map(is_alive, tree[:3]))
+    await wait_until(lambda: not any(map(is_alive, tree)))  # the guards close their sockets just before
 
 
 PARENT = """
@@ -88,11 +78,10 @@ trio.run(main)
 
 
 @asynccontextmanager
-async def open_parent(argv: list[str], env: dict[str, str], log: Path, linger_s: float) -> AsyncIterator[int]:
+async def open_parent(argv: list[str], env: dict[str, str], log: Path, linger_s: float):
     """A trainer, killed at the end, with a child: the child's id."""
     command = [sys.executable, "-c", PARENT, json.dumps([argv, env, str(log), linger_s])]
     parent = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
-    assert parent.stdout is not None
     async with parent.stdout:
         with trio.fail_after(60):
             child = int(await parent.stdout.receive_some(100))
@@ -104,14 +93,14 @@ async def open_parent(argv: list[str], env: dict[str, str], log: Path, linger_s:
 
 
 @linux_only
-@pytest.mark.parametrize("first", [None, "inner", "outer"])
+@pytest.mark.parametrize("first", [None, 3, 4], ids=["none", "inner", "outer"])
 async def test_nothing_survives_a_trainer_that_is_killed(tmp_path, first: str | None):
     """Not even if a guard is killed just before it."""
     pids = tmp_path / "pids"
-    async with open_parent([*PYTHON, str(FAKE)], environment(pids), tmp_path / "log", 0.0) as child:
+    async with open_parent(TREE, environment(pids), tmp_path / "log", 0.0) as child:
         tree = await read_tree(pids, child)
         if first:
-            os.kill(tree[{"inner": 3, "outer": 4}[first]], signal.SIGKILL)
+            os.kill(tree[first], signal.SIGKILL)
     await wait_until(lambda: not any(map(is_alive, tree)))
 
 

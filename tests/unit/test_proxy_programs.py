@@ -46,25 +46,29 @@ def main(row):
 """
 
 
-def write(path: Path, text: str) -> str:
-    """A command that runs the text as a program."""
-    path.write_text(text, "utf-8")
-    return f"{sys.executable} {path}"
+@pytest.fixture
+def write(tmp_path):
+    """Gives the command that runs a text as a program."""
+
+    def write_program(text: str) -> str:
+        (tmp_path / "agent.py").write_text(text, "utf-8")
+        return f"{sys.executable} {tmp_path}/agent.py"
+
+    return write_program
 
 
-async def test_a_command_plays_a_trajectory_and_rewards_its_turns(tmp_path):
+async def test_a_command_plays_a_trajectory_and_rewards_its_turns(write):
     engine = ScriptedEngine()
-    (sample,) = await play(write(tmp_path / "agent.py", SYNC), engine)
+    (sample,) = await play(write(SYNC), engine)
     first, second = (request.prompt_ids.tolist() for request in engine.requests)
     answer = [*b"ok", FAKE_END]
     assert sample.tokens.tolist() == [*second, *answer]
     assert second[: len(first) + 3] == [*first, *answer]
     assert bytes(first[1:14]) == "user\nSay €.".encode()
-    begins = len(first), len(second)
-    assert sample.loss_mask.nonzero()[0].tolist() == [begin + at for begin in begins for at in range(3)]
+    trained = [begin + at for begin in (len(first), len(second)) for at in range(3)]
+    assert sample.loss_mask.nonzero()[0].tolist() == trained
     assert (sample.reward, sample.rewards, sample.status) == (3.0, {"7": 3.0}, Status.COMPLETED)
-    record = sample.metadata["trajectory"]
-    assert [turn["reward"] for turn in record["turns"]] == [1.0, 2.0]
+    assert [turn["reward"] for turn in sample.metadata["trajectory"]["turns"]] == [1.0, 2.0]
     # the ids and seeds of an episode of our own
     assert [request.request_id for request in engine.requests] == [SAMPLE.id, f"{SAMPLE.id}#1"]
     assert engine.requests[0].sampling.seed == 1
@@ -83,23 +87,23 @@ raise LookupError('lost')                        | exit code 1.*LookupError: los
 import os, signal; os.kill(os.getpid(), 9)       | SIGKILL
 pass                                             | had no answer of the model
 """)
-async def test_a_program_that_fails_is_no_policys_fault(program, said, tmp_path):
+async def test_a_program_that_fails_is_no_policys_fault(program, said, write):
     with pytest.raises(EnvironmentFailed, match=f"(?s){said}"):
-        await play(write(tmp_path / "agent.py", program))
+        await play(write(program))
 
 
-async def test_a_program_that_fails_at_a_limit_has_played_until_there(tmp_path):
-    command, engine = write(tmp_path / "agent.py", SYNC), ScriptedEngine()
-    (sample,) = await play(command, engine, max_turns=1)
+async def test_a_program_that_fails_at_a_limit_has_played_until_there(write):
+    command = write(SYNC)
+    (sample,) = await play(command, max_turns=1)
     assert (sample.metadata["trajectory"]["end"], sample.status) == ("turns", Status.TRUNCATED)
     assert (sample.reward, sample.response_length) == (1.0, 3)
     with pytest.raises(TrajectoryLeftOut, match="turns"):
         await play(command, max_turns=1, at_limit={"turns": "drop"})
 
 
-async def test_a_program_that_fails_after_an_answer_that_was_cut_has_failed(tmp_path):
+async def test_a_program_that_fails_after_an_answer_that_was_cut_has_failed(write):
     asks = "import openai; openai.OpenAI().chat.completions.create(model='m', messages=[{'role': 'user',"
-    command = write(tmp_path / "agent.py", f"{asks} 'content': '?'}}]); raise SystemExit('no idea')")
+    command = write(f"{asks} 'content': '?'}}]); raise SystemExit('no idea')")
     with pytest.raises(EnvironmentFailed, match=r"(?s)exit code 1.*no idea"):
         await play(command, ScriptedEngine(lambda request: ScriptedReply("x" * 300)))
 
@@ -117,12 +121,12 @@ time.sleep(1000)
 
 
 @cases("cancelled: no yes")
-async def test_what_a_program_started_ends_with_its_trajectory(tmp_path, *, cancelled: bool):
+async def test_what_a_program_started_ends_with_its_trajectory(tmp_path, write, cancelled: bool):
     pids, ended = tmp_path / "pids", []
-    command = write(tmp_path / "agent.py", FORKS.replace("PIDS", str(pids)))
+    command = write(FORKS.replace("PIDS", str(pids)))
 
     async def run():
-        ended.extend(await play(command, trajectory_timeout_s=600.0 if cancelled else 5.0))
+        ended.extend(await play(command, trajectory_timeout_s=600.0 if cancelled else 12.0))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run)
@@ -134,8 +138,8 @@ async def test_what_a_program_started_ends_with_its_trajectory(tmp_path, *, canc
     assert ends == [] if cancelled else [("time", 3)]
 
 
-async def test_a_trajectory_that_a_stop_cut_begins_anew(tmp_path):
-    command = write(tmp_path / "agent.py", SYNC)
+async def test_a_trajectory_that_a_stop_cut_begins_anew(write):
+    command = write(SYNC)
     stops = ScriptedEngine(lambda one: ScriptedReply(finish="abort" if "#" in one.request_id else "stop"))
     (cut,) = await play(command, stops)
     assert (cut.status, len(cut.tokens), len(stops.requests)) == (Status.ABORTED, 0, 2)
@@ -144,13 +148,13 @@ async def test_a_trajectory_that_a_stop_cut_begins_anew(tmp_path):
     assert sample.metadata["answer"] == "7"
 
 
-async def test_a_program_sees_no_secret_of_the_trainer(tmp_path, monkeypatch):
+async def test_a_program_sees_no_secret_of_the_trainer(write, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "private")
     program = (
-        'import os; raise SystemExit(f\'{os.environ.get("SOME_API_KEY")} {os.environ["OPENAI_BASE_URL"]}\')'
+        "import os; raise SystemExit([os.environ.get(one) for one in ('SOME_API_KEY', 'OPENAI_BASE_URL')])"
     )
-    with pytest.raises(EnvironmentFailed, match=r"None http://127\.0\.0\.1:\d+/e/0/v1"):
-        await play(write(tmp_path / "agent.py", program))
+    with pytest.raises(EnvironmentFailed, match=r"None, 'http://127\.0\.0\.1:\d+/e/0/v1"):
+        await play(write(program))
 
 
 @cases("""
@@ -167,15 +171,12 @@ def test_an_agent_that_cannot_run_is_named_before_the_run(agent, said):
         check_agent(agent)
 
 
-def test_the_servers_process_never_imports_asyncio(tmp_path):
+def test_the_servers_process_never_imports_asyncio(write):
     program = f"""
 import sys, trio
 from tests.unit.program_runs import play
-samples = trio.run(play, {write(tmp_path / "agent.py", SYNC)!r})
+samples = trio.run(play, {write(SYNC)!r})
 print(samples[0].response_length, "asyncio" in sys.modules)
 """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "6 False\n", done.stderr
+    assert subprocess.check_output([sys.executable, "-c", program], env=env) == b"6 False\n"

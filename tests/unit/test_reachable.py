@@ -14,14 +14,13 @@ ONLY_TESTS_CALL = {"wait_written"}
 
 
 def count_names(node: ast.AST) -> Counter[str]:
-    names: Counter[str] = Counter()
+    names = Counter()
     for part in ast.walk(node):
-        if isinstance(part, ast.Name):
-            names[part.id] += 1
-        elif isinstance(part, ast.Attribute):
-            names[part.attr] += 1
-        elif isinstance(part, ast.Constant) and isinstance(part.value, str):
-            names[part.value.rpartition(":")[2]] += 1  # a name alone, or module:function
+        match part:
+            case ast.Name(id=name) | ast.Attribute(attr=name):
+                names[name] += 1
+            case ast.Constant(value=str(text)):
+                names[text.rpartition(":")[2]] += 1  # a name alone, or module:function
     return names
 
 
@@ -30,7 +29,7 @@ def test_something_reaches_every_function_and_class():
     trees = {
         path: ast.parse(path.read_text("utf-8")) for name in folders for path in (ROOT / name).rglob("*.py")
     }
-    named = sum(map(count_names, trees.values()), Counter[str]())
+    named = sum(map(count_names, trees.values()), Counter())
     for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("integration_training/**/*.toml")):
         named.update(re.findall(r"\w+", page.read_text("utf-8")))
     commands = tomllib.loads((ROOT / "rollouts/cli/commands.toml").read_text("utf-8"))

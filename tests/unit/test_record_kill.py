@@ -10,6 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def check_files(run_dir: RunDir, attempt: int, logged: int) -> int:
         *complete, last = list_parts(path) or [path]
         assert all(part.read_bytes().endswith(b"\n") for part in complete)
         *lines, rest = last.read_bytes().split(b"\n") if last.exists() else [b""]
-        assert all(isinstance(json.loads(line), dict) for line in lines)
+        assert {*map(type, map(json.loads, lines))} <= {dict}
         said = []
         list(iterate_rows(path, report=said.append))
         if rest and parse_row(rest) is None:  # else it lacks at most its newline
@@ -73,16 +74,14 @@ def check_whole(run_dir: RunDir):
     """What readers see after the next attempt has opened the files."""
     for file in open_files(run_dir).values():
         file.close()
-    said = []
-    rows = {path.stem: newest_attempts(iterate_rows(path, report=said.append)) for path in run_dir.row_files}
-    assert said == [], "the next attempt has repaired what was torn"
+    repaired = partial(iterate_rows, report=pytest.fail)
+    rows = {path.stem: newest_attempts(repaired(path)) for path in run_dir.row_files}
     steps = [(row["stage"], row["step"]) for row in rows["metrics"]]
     assert sorted(steps) == [("rl", step) for step in range(1, len(steps) + 1)], "one row for each step"
     assert max(Counter((row["step"], row["name"]) for row in rows["evaluations"]).values()) == 1
     assert rows["contributions"]
-    for row in rows["contributions"]:
-        tokens = read_token_arrays(run_dir, row)["tokens"].tolist()
-        assert tokens in ([5, 6, 7], [5, 8]), "arrays are written before the rows that name them"
+    for row in rows["contributions"]:  # arrays are written before the rows that name them
+        assert read_token_arrays(run_dir, row)["tokens"].tolist() in ([5, 6, 7], [5, 8])
     for line in run_dir.updates_log.read_text().splitlines():
         assert line.count("loss") == 1 and line.endswith("tokens        3")
 
@@ -92,13 +91,12 @@ def kill_often(folder: Path, places: Sequence[int], *, seed: int) -> int:
     quick.
     """
     draw, torn = random.Random(seed), 0
-    for number, nth in enumerate(places):
-        run_dir = RunDir(folder / f"run-{number // 20}")
-        attempt = next_attempt(run_dir)
-        logged = write_and_kill(run_dir, draw, nth)
-        torn += check_files(run_dir, attempt, logged)
-        if number % 20 == 19 or number == len(places) - 1:
-            check_whole(run_dir)
+    for start in range(0, len(places), 20):
+        run_dir = RunDir(folder / f"run-{start}")
+        for nth in places[start : start + 20]:
+            attempt = next_attempt(run_dir)
+            torn += check_files(run_dir, attempt, write_and_kill(run_dir, draw, nth))
+        check_whole(run_dir)
     return torn
 
 

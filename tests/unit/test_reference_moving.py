@@ -2,10 +2,9 @@
 resume bit for bit.
 """
 
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,17 +17,13 @@ from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import BackendError, CheckpointError
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model, resolve_model
-from rollouts.reference.moving import STATE_FILE, MovingReference, UpdateRule, open_moving_reference
+from rollouts.reference.moving import STATE_FILE, UpdateRule, open_moving_reference
 from rollouts.reference.score import score_batch
-from rollouts.testing.torch_contracts import make_batch
+from rollouts.testing.torch_contracts import assert_weights_equal, make_batch
 from rollouts.types import LossSpec
 from tests.support.text_tables import cases
 
 BATCH = make_batch(temperature=0.8)
-
-
-def ema(decay: float) -> UpdateRule:
-    return UpdateRule(1.0 - decay)
 
 
 class Policy:
@@ -36,7 +31,7 @@ class Policy:
 
     def __init__(self, thread: DeviceThread):
         self.thread, self.fails = thread, False
-        self.weights: dict[str, Tensor] = {}
+        self.weights = {}
 
     def stream_weights(self, sink):
         def work():
@@ -49,7 +44,7 @@ class Policy:
 
 
 @asynccontextmanager
-async def open_moving(path: Path, **options) -> AsyncIterator[tuple[MovingReference, Any]]:
+async def open_moving(path: Path, **options):
     """(the reference, a policy that it can follow)."""
     async with (
         open_device_thread(name="moving", torch_threads=1) as thread,
@@ -66,10 +61,6 @@ def random_weights(path: Path, seed: int) -> dict[str, Tensor]:
     }
 
 
-def assert_equal(one, two):
-    assert all(np.array_equal(mine, other) for mine, other in zip(one, two, strict=True))
-
-
 async def test_scores_are_those_of_a_model_with_the_mixed_weights():
     path = resolve_model("tiny:llama")
     async with open_moving(path, rule=UpdateRule(0.25, every=2)) as (reference, policy):
@@ -84,10 +75,9 @@ async def test_scores_are_those_of_a_model_with_the_mixed_weights():
         for name, parameter in model.named_parameters():
             parameter.copy_(0.75 * parameter + 0.25 * policy.weights[name])
     expected = score_batch(model, BATCH, plan=plan_forward(model), micro_batch_tokens=8192)
-    for row in range(len(BATCH)):
-        np.testing.assert_allclose(scores[row], expected[row], atol=1e-5)
-        assert (scores[row][~BATCH.loss_masks[row]] == 0).all()
-    assert max(np.abs(one - two).max() for one, two in zip(before, scores, strict=True)) > 1e-2
+    before, scores, expected, mask = map(np.concatenate, (before, scores, expected, BATCH.loss_masks))
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
+    assert not scores[~mask].any() and np.abs(before - scores).max() > 1e-2
 
 
 async def test_small_steps_do_not_vanish_in_a_bfloat16_model(tmp_path):
@@ -96,7 +86,7 @@ async def test_small_steps_do_not_vanish_in_a_bfloat16_model(tmp_path):
     """
     path = resolve_model("tiny:llama")
     start = dict(load_hf_model(path).named_parameters())
-    async with open_moving(path, rule=ema(0.999), dtype=torch.bfloat16) as (reference, policy):
+    async with open_moving(path, rule=UpdateRule(0.001), dtype=torch.bfloat16) as (reference, policy):
         policy.weights = {name: weight.detach() * 1.01 for name, weight in start.items()}
         for step in range(1, 701):
             await reference.update(policy, step=step)
@@ -120,21 +110,21 @@ async def test_a_resumed_reference_goes_on_bit_for_bit(tmp_path):
         weights = {name: weight.clone() for name, weight in reference._averaged.named_parameters()}
         return weights, await reference.score(BATCH)
 
-    async with open_moving(path, rule=ema(0.9)) as (reference, policy):
+    async with open_moving(path, rule=UpdateRule(0.1)) as (reference, policy):
         await move(reference, policy, range(1, 3))
         await (await reference.hold())(tmp_path / "saved")
         whole, scores = await move(reference, policy, range(3, 5))
-    async with open_moving(tmp_path / "saved", rule=ema(0.9)) as (reference, policy):
+    async with open_moving(tmp_path / "saved", rule=UpdateRule(0.1)) as (reference, policy):
         assert reference.metrics == {"reference/updates": 2.0}
         resumed, resumed_scores = await move(reference, policy, range(2, 5))  # step 2 was counted before
-    for name, weight in whole.items():
-        assert torch.equal(weight, resumed[name]) and weight.dtype == torch.float32
-    assert_equal(scores, resumed_scores)
+    assert_weights_equal(whole, resumed)
+    assert {weight.dtype for weight in whole.values()} == {torch.float32}
+    np.testing.assert_equal(scores, resumed_scores)
 
 
 async def test_a_reference_that_follows_has_the_backends_own_weights():
     path = resolve_model("tiny:byte")
-    options: dict[str, Any] = {"optim": OptimConfig(lr=1e-2), "total_steps": 4, "autocast": "off"}
+    options = {"optim": OptimConfig(lr=1e-2), "total_steps": 4, "autocast": "off"}
     async with (
         open_pytorch_backend(path, threads=1, **options) as backend,
         open_moving_reference(path, rule=UpdateRule(1.0), device_thread=backend.device_thread) as reference,
@@ -143,8 +133,7 @@ async def test_a_reference_that_follows_has_the_backends_own_weights():
         await backend.forward_backward(BATCH, LossSpec("sft"))
         await backend.optim_step()
         policy, scores = await backend.forward(BATCH), await reference.score(BATCH)
-    for one, two in zip(policy, scores, strict=True):
-        np.testing.assert_allclose(one, two, atol=1e-6)
+    np.testing.assert_allclose(np.concatenate(policy), np.concatenate(scores), atol=1e-6)
 
 
 @cases("""
@@ -154,20 +143,20 @@ fit none
 """)
 async def test_an_update_that_breaks_off_leaves_no_silent_mixture(message):
     path = resolve_model("tiny:byte")
-    async with open_moving(path, rule=ema(0.5)) as (reference, policy):
-        before = await reference.score(BATCH)
+    async with open_moving(path, rule=UpdateRule(0.5)) as (reference, policy):
+        before, update = await reference.score(BATCH), partial(reference.update, policy, step=1)
         policy.fails = True
         with pytest.raises(BackendError, match="an earlier step failed"):
-            await reference.update(policy, step=1)
-        assert_equal(before, await reference.score(BATCH))  # nothing had come
+            await update()
+        np.testing.assert_equal(before, await reference.score(BATCH))  # nothing had come
         policy.fails = False
         weights = random_weights(path, 1)
         first, *_, last = weights
-        one = {first: weights[first]}
-        policy.weights = one if message == "never came" else {**weights, last: weights[first]}
+        missing, misfit = {first: weights[first]}, weights | {last: weights[first]}
+        policy.weights = missing if message == "never came" else misfit
         with pytest.raises(BackendError, match=message):
-            await reference.update(policy, step=1)
-        for use in (lambda: reference.score(BATCH), lambda: reference.update(policy, step=1), reference.hold):
+            await update()
+        for use in (partial(reference.score, BATCH), update, reference.hold):
             with pytest.raises(BackendError, match="go on from a saved one"):
                 await use()
 
@@ -181,5 +170,5 @@ async def test_what_is_no_saved_reference_is_refused(tmp_path, text):
     path = resolve_model("tiny:byte", cache_dir=tmp_path)
     (path / STATE_FILE).write_text(text)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        async with open_moving(path, rule=ema(0.5)):
+        async with open_moving(path, rule=UpdateRule(0.5)):
             pass

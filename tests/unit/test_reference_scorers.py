@@ -1,9 +1,6 @@
 """A reference scores alike in the trainer and on a server; a server's answer is checked, never repaired."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,13 +17,12 @@ from rollouts.device_thread import open_device_thread
 from rollouts.engines.http import open_http_client
 from rollouts.errors import ConfigError, DataError, EngineError, InfrastructureError, ReplyError
 from rollouts.models.load import load_hf_model, resolve_model
-from rollouts.protocols import LogProbScorer
 from rollouts.reference import server as server_module
 from rollouts.reference.score import open_frozen_reference
 from rollouts.reference.server import open_server_reference
-from rollouts.testing.torch_contracts import make_batch
+from rollouts.testing.torch_contracts import make_batch, raised_by
 from rollouts.types import RolloutBatch
-from tests.support.plain_backend import score_plainly
+from tests.support.plain_backend import score_plainly, score_row
 from tests.support.text_tables import cases
 
 KEY = "key of the reference"
@@ -39,7 +35,7 @@ def path() -> Path:
 
 
 @pytest.fixture
-def server(path, monkeypatch) -> ReferenceServer:
+def server(path, monkeypatch):
     """What every reference on a server is connected with; nobody waits before asking it again."""
     made = ReferenceServer(path)
     client = partial(open_http_client, transport=lambda: httpx.MockTransport(made.handle))
@@ -53,26 +49,23 @@ class ReferenceServer:
 
     def __init__(self, path: Path):
         self.model = load_hf_model(path)
-        self.asked: list[list[int]] = []
-        self.statuses: list[int] = []  # of the next answers; 200 after them
-        self.spoil: Callable[[list[Any]], Any] = list  # what becomes of the tokens' entries
+        self.asked, self.statuses = [], []  # what came; statuses of the next answers, 200 after them
+        self.spoil = list  # what becomes of the tokens' entries
 
     def handle(self, request: httpx.Request) -> httpx.Response:
         if request.headers.get("authorization") != f"Bearer {KEY}":
             return httpx.Response(401)
         if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "policy", "max_model_len": 256}]})
+            return httpx.Response(200, text='{"data": [{"id": "policy", "max_model_len": 256}]}')
         body = json.loads(request.content)
         is_vllm = request.url.path == "/v1/completions"
         ids = body["prompt" if is_vllm else "input_ids"]
         self.asked.append(ids)
         with torch.no_grad():
-            logits = self.model(input_ids=torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
-        values = logits.gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
-        pairs = list(zip(ids[1:], values, strict=True))
-        answer: Any
+            values = score_row(self.model, ids)[0][1:].tolist()
+        pairs = zip(ids[1:], values, strict=True)
         if is_vllm:
-            assert body["model"] == "policy" and body["max_tokens"] == 1 and body["prompt_logprobs"] == 0
+            assert body.items() >= {"model": "policy", "max_tokens": 1, "prompt_logprobs": 0}.items()
             entries = [None, *({str(token): {"logprob": value, "rank": 3}} for token, value in pairs)]
             answer = {"choices": [{"index": 0, "text": "x", "prompt_logprobs": self.spoil(entries)}]}
         else:
@@ -83,18 +76,15 @@ class ReferenceServer:
 
 
 @asynccontextmanager
-async def open_scorer(place, path: Path) -> AsyncIterator[LogProbScorer]:
-    if place == "trainer":
-        async with (
-            open_device_thread(name="reference", torch_threads=1) as thread,
-            open_frozen_reference(path, device_thread=thread) as scorer,
-        ):
-            yield scorer
-    else:
-        async with open_server_reference(
-            "http://reference:1", kind=place, vocab_size=259, api_key=KEY
-        ) as scorer:
-            yield scorer
+async def open_trainer(path: Path):
+    async with (
+        open_device_thread(name="reference", torch_threads=1) as thread,
+        open_frozen_reference(path, device_thread=thread) as scorer,
+    ):
+        yield scorer
+
+
+open_server = partial(open_server_reference, "http://reference:1", vocab_size=259, api_key=KEY)
 
 
 @cases("place: trainer vllm sglang")
@@ -103,13 +93,13 @@ async def test_every_place_gives_the_models_own_log_probs(place, path, server):
     trainer, 1 on a server.
     """
     holes = tuple(mask & (np.arange(len(mask)) % 2 == 0) for mask in BATCH.loss_masks)
-    nothing = tuple(mask & False for mask in BATCH.loss_masks)
+    nothing = tuple(map(np.zeros_like, BATCH.loss_masks))
     batches = [make_batch(seed, groups=2, size=2) for seed in range(3)]
     batches += [replace(BATCH, loss_masks=masks) for masks in (holes, nothing)]
     batches.append(RolloutBatch(tokens=(), loss_masks=()))
     warm = replace(BATCH, temperature=0.5)
-    found: dict[int, Any] = {}
-    async with open_scorer(place, path) as scorer:
+    found = {}
+    async with open_trainer(path) if place == "trainer" else open_server(kind=place) as scorer:
 
         async def score(index):
             found[index] = await scorer.score(batches[index])
@@ -119,7 +109,7 @@ async def test_every_place_gives_the_models_own_log_probs(place, path, server):
                 nursery.start_soon(score, index)
         if place == "trainer":
             batches.append(warm)
-            await score(len(batches) - 1)
+            await score(index + 1)
         else:
             with pytest.raises(ConfigError, match="temperature 1 only"):
                 await scorer.score(warm)
@@ -130,16 +120,16 @@ async def test_every_place_gives_the_models_own_log_probs(place, path, server):
             np.testing.assert_allclose(one, two[: len(one)].detach(), atol=1e-4)
 
 
-async def test_only_the_tokens_up_to_the_last_trained_one_are_sent(path, server):
-    masks = [mask & (np.arange(len(mask)) < len(mask) - 1) for mask in BATCH.loss_masks]
-    async with open_scorer("vllm", path) as scorer:
-        await scorer.score(replace(BATCH, loss_masks=tuple(masks)))
+async def test_only_the_tokens_up_to_the_last_trained_one_are_sent(server):
+    masks = tuple(mask & (np.arange(len(mask)) < len(mask) - 1) for mask in BATCH.loss_masks)
+    async with open_server(kind="vllm") as scorer:
+        await scorer.score(replace(BATCH, loss_masks=masks))
     pairs = zip(BATCH.tokens, masks, strict=True)
     wanted = [row[: np.flatnonzero(mask)[-1] + 1].tolist() for row, mask in pairs if mask.any()]
     assert sorted(server.asked) == sorted(wanted)
 
 
-def every(value: float, token: str = "") -> Callable[[list[Any]], Any]:
+def every(value: float, token: str = ""):
     return lambda entries: [
         None, *({token or own: {"logprob": value} for own in entry} for entry in entries[1:])
     ]  # fmt: skip
@@ -157,15 +147,14 @@ def every(value: float, token: str = "") -> Callable[[list[Any]], Any]:
         ("sglang", lambda triples: []),
     ],
 )
-async def test_an_answer_without_the_log_probs_of_the_tokens_is_an_error(kind, spoil, path, server):
+async def test_an_answer_without_the_log_probs_of_the_tokens_is_an_error(kind, spoil, server):
     server.spoil = spoil
-    async with open_scorer(kind, path) as scorer:
-        with pytest.raises(ReplyError):
-            await scorer.score(BATCH)
+    async with open_server(kind=kind) as scorer:
+        await raised_by(scorer.score(BATCH), ReplyError)
 
 
-async def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_an_error(path, server):
-    async with open_scorer("vllm", path) as scorer:
+async def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_an_error(server):
+    async with open_server(kind="vllm") as scorer:
         server.statuses = [503, 200, 500]
         assert len(await scorer.score(BATCH)) == len(BATCH)
         server.statuses = [500] * 99
@@ -173,17 +162,18 @@ async def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_an_error(pa
             await scorer.score(BATCH)
 
 
-async def test_what_cannot_be_scored_is_an_error_before_it_is_sent(path, server):
+@cases("""
+ids         | message
+[5, 300, 7] | the id 300
+[5, -1, 7]  | the id -1
+[1, 2]      | first token
+""")
+async def test_what_cannot_be_scored_is_an_error_before_it_is_sent(server, ids: Any, message):
     with pytest.raises(EngineError, match="401"):
-        async with open_server_reference("http://reference:1", kind="vllm", vocab_size=259, api_key="wrong"):
+        async with open_server(kind="vllm", api_key="wrong"):
             pass
-    async with open_scorer("vllm", path) as scorer:
-        for first, tokens, message in (
-            (1, [5, 300, 7], "the id 300"),
-            (1, [5, -1, 7], "the id -1"),
-            (0, [1, 2], "first token"),
-        ):
-            mask = np.arange(len(tokens)) >= first
-            with pytest.raises(DataError, match=message):
-                await scorer.score(RolloutBatch(tokens=(np.asarray(tokens),), loss_masks=(mask,)))
+    async with open_server(kind="vllm") as scorer:
+        tokens = np.asarray(ids)  # of which a first 5 does not train
+        with pytest.raises(DataError, match=message):
+            await scorer.score(RolloutBatch(tokens=(tokens,), loss_masks=(tokens != 5,)))
     assert not server.asked

@@ -11,7 +11,6 @@ from rollouts.config.schema import RunConfig
 from rollouts.errors import RunDirError
 from rollouts.preflight.run_directory import (
     check_run_dir,
-    choose_resume,
     find_restart,
     lock_run_dir,
     read_agents,
@@ -27,13 +26,10 @@ SPREAD = Launch(0, 4, 0, 2, "node-a", restart=0, run_id="job", agent="a")  # on 
 
 def use(run_dir: RunDir, launch: Launch, *, others: Iterable[str] = ()):
     """A run of this launch has the directory, and its process ends."""
-    restart, _ = choose_resume(run_dir, launch, asked=False)
-    lock = lock_run_dir(run_dir)
-    try:
-        write_holder(lock, record_launch(run_dir, launch, restart))
-        write_holder(lock, record_launch(run_dir, launch, restart, [launch.agent, *others]))
-    finally:
-        os.close(lock)
+    restart = find_restart(run_dir, launch)
+    with os.fdopen(lock_run_dir(run_dir)) as lock:
+        write_holder(lock.fileno(), record_launch(run_dir, launch, restart))
+        write_holder(lock.fileno(), record_launch(run_dir, launch, restart, [launch.agent, *others]))
 
 
 @pytest.fixture
@@ -44,26 +40,24 @@ def run_dir(tmp_path) -> RunDir:
 def test_what_the_same_agent_starts_is_a_restart_whatever_the_count_says(run_dir):
     use(run_dir, ALONE)
     assert find_restart(run_dir, ALONE) == "yes"
-    use(run_dir, SPREAD, others=["b"])
-    found = find_restart(run_dir, SPREAD._replace(agent="b"))
-    assert found == "yes", "rank 0 is on another machine than before"
+    use(run_dir, SPREAD, others=["b"])  # then rank 0 is on another machine than before
+    assert find_restart(run_dir, SPREAD._replace(agent="b")) == "yes"
 
 
 @pytest.mark.parametrize("run_id", ["job", "none", ""])
 def test_two_runs_of_one_machine_with_the_same_id_are_two(run_dir, run_id):
-    use(run_dir, ALONE._replace(run_id=run_id))
-    assert choose_resume(run_dir, ALONE._replace(run_id=run_id, agent="later"), asked=False) == ("no", False)
+    launch = ALONE._replace(run_id=run_id)
+    use(run_dir, launch)
+    assert find_restart(run_dir, launch._replace(agent="later")) == "no"
 
 
 def test_a_start_that_is_refused_once_it_has_locked_leaves_the_run_to_its_own_agent(run_dir):
     later = ALONE._replace(agent="later")
-    assert choose_resume(run_dir, later, asked=False) == ("no", False), "both look before either has locked"
+    assert find_restart(run_dir, later) == "no", "both look before either has locked"
     use(run_dir, ALONE)
     run_dir.config.touch()
-    lock = lock_run_dir(run_dir)
-    with pytest.raises(RunDirError, match="is not empty"):
+    with os.fdopen(lock_run_dir(run_dir)), pytest.raises(RunDirError, match="is not empty"):
         check_run_dir(run_dir, RunConfig(), resume=False, locked=True)
-    os.close(lock)
     assert find_restart(run_dir, ALONE._replace(restart=1)) == "yes"
     assert find_restart(run_dir, later._replace(restart=1)) == "no"
 
@@ -71,8 +65,8 @@ def test_a_start_that_is_refused_once_it_has_locked_leaves_the_run_to_its_own_ag
 def test_without_agents_the_launchers_count_tells(run_dir):
     assert find_restart(run_dir, ALONE._replace(restart=1)) == "yes", "it failed before it had the directory"
     use(run_dir, ALONE._replace(agent=""))
-    found = [find_restart(run_dir, ALONE._replace(agent="", restart=count)) for count in (0, 1)]
-    assert found == ["no", "yes"]
+    for count, found in enumerate(("no", "yes")):
+        assert find_restart(run_dir, ALONE._replace(agent="", restart=count)) == found
 
 
 def test_a_new_machine_with_rank_0_resumes_if_a_machine_of_before_is_there(run_dir):
@@ -87,9 +81,8 @@ def test_a_new_machine_with_rank_0_resumes_if_a_machine_of_before_is_there(run_d
 def test_a_launch_of_the_same_id_on_several_machines_is_refused_again_and_again(run_dir, others):
     use(run_dir, SPREAD, others=["b"])
     for count in range(2):
-        second = SPREAD._replace(agent="c", restart=count)
         with pytest.raises(RunDirError, match="another launch has used it last; go on with --resume"):
-            use(run_dir, second, others=others)
+            use(run_dir, SPREAD._replace(agent="c", restart=count), others=others)
         assert read_agents(run_dir) == ("job", {"a", "b"})
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def namespaces(request) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind(tmp_path_factory, monkeypatch) -> Iterator[Path]:
+def leaves_nothing_behind(tmp_path_factory, monkeypatch):
     directory = tmp_path_factory.mktemp("temporary")
     directory.chmod(0o755)
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
@@ -44,24 +45,28 @@ def leaves_nothing_behind(tmp_path_factory, monkeypatch) -> Iterator[Path]:
     assert list(directory.iterdir()) == []
     assert len(list(Path("/dev/fd").iterdir())) == descriptors
     # one that is killed already takes a moment to end, under load
-    assert psutil.wait_procs(code_processes(), timeout=5.0)[1] == []
+    assert psutil.wait_procs([*code_processes()], timeout=5.0)[1] == []
 
 
-def code_processes() -> list[psutil.Process]:
+def code_processes() -> Iterator[psutil.Process]:
     """Every process of this machine whose session was opened for a child of ours, by the descriptors and
     script in its command line.
     """
-    found = []
     for one in find_processes("code_child.py"):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
             if one.ppid() in (os.getpid(), 1):
-                found.append(one)
-    return found
+                yield one
 
 
-def run(code: str, tests: Any = "pass", *, metadata: Any = None, **options) -> RewardResult:
+def run(code: str, tests="pass", *, metadata=None, **options) -> RewardResult:
     reward = make_code_reward(**{"limits": QUICK, "namespaces": True} | options)
     return reward(Sample(id="s", prompt="q", response=code, metadata={"tests": tests, **(metadata or {})}))
+
+
+@pytest.fixture
+def run_there(namespaces):
+    """run, isolated in this way."""
+    return partial(run, namespaces=namespaces)
 
 
 def check(result: RewardResult, reward: float, note: str):
@@ -118,22 +123,22 @@ import ctypes\nlibc = ctypes.CDLL(None) | assert libc.mount(b'none', b'/', None,
 import ctypes\nlibc = ctypes.CDLL(None) | assert libc.sethostname(b'x', 1) != 0 | | 1 |
 """)
 def test_the_share_of_passed_tests_is_the_reward_and_the_note_names_the_first_failure(
-    code, tests, entry_point, reward: float, note, namespaces
+    code, tests, entry_point, reward: float, note, run_there
 ):
-    known: Any = {"CHECK": CHECK, "SUMS": SUMS}.get(tests, tests.split(" & "))
+    known = {"CHECK": CHECK, "SUMS": SUMS}.get(tests, tests.split(" & "))
     known = printing(tests.removeprefix("-> ")) if "->" in tests else known
-    options = {"metadata": {"entry_point": entry_point or None}, "namespaces": namespaces}
-    result = run(code.replace("\\n", "\n"), known, partial=True, limits=Limits(timeout_s=5.0), **options)
+    options = {"metadata": {"entry_point": entry_point or None}, "limits": Limits(timeout_s=5.0)}
+    result = run_there(code.replace("\\n", "\n"), known, partial=True, **options)
     check(result, reward, note)
     assert result.parts == {"passed": reward, "compiled": float(code != "def f(:")}
 
 
-def test_a_program_ends_as_programs_do_and_without_partial_all_tests_must_pass(namespaces):
+def test_a_program_ends_as_programs_do_and_without_partial_all_tests_must_pass(namespaces, run_there):
     code = "import atexit, threading\natexit.register(print, 'c')\n"
     code += "threading.Thread(target=print, args=('a',)).start()\nprint('b')"
     threads = describe_isolation(namespaces=namespaces).network  # else it may start none
-    check(run(code, printing("a\nb\nc"), namespaces=namespaces), float(threads), "")
-    check(run("print(7)", SUMS, namespaces=namespaces), 0.0, "^1 of 2")
+    check(run_there(code, printing("a\nb\nc")), float(threads), "")
+    check(run_there("print(7)", SUMS), 0.0, "^1 of 2")
 
 
 @cases(r"""
@@ -191,45 +196,42 @@ def test_a_child_that_does_not_start_is_an_error_and_not_a_reward(monkeypatch, t
 
 
 def test_a_child_isolated_less_than_described_does_not_run_the_code(monkeypatch):
-    claimed = Isolation(
-        network=True, filesystem=False, processes=True, memory=True, user=True, privileges=True
-    )
+    claimed = Isolation(**dict.fromkeys(Isolation._fields, True))._replace(filesystem=False)
     monkeypatch.setattr(code_module, "describe_isolation", lambda *, namespaces: claimed)
     with pytest.raises(UserFunctionError, match="did not start: this process is isolated by"):
         run("x = 1", namespaces=False)
 
 
-def test_directories_to_import_from_can_be_named(tmp_path, namespaces):
+def test_directories_to_import_from_can_be_named(tmp_path, run_there):
     open_to_all(tmp_path)
     (tmp_path / "helper_of_test.py").write_text("value = 5")
     code = "import sys\nsys.dont_write_bytecode = True\nimport helper_of_test"
-    tests, paths = "assert helper_of_test.value == 5", [str(tmp_path)]
-    check(run(code, tests, import_paths=paths, namespaces=namespaces), 1.0, "")
-    check(run(code, tests, namespaces=namespaces), 0.0, "ModuleNotFoundError")
+    tests = "assert helper_of_test.value == 5"
+    check(run_there(code, tests, import_paths=[str(tmp_path)]), 1.0, "")
+    check(run_there(code, tests), 0.0, "ModuleNotFoundError")
 
 
 # --- hostile code ---
 
-LOOP = "while True:\n    pass"
-PATIENT_FORKS = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
-CLOSES_ALL = "import os\nos.closerange(0, 64)\nwhile True:\n    pass"
-DEAF = (
-    "import signal\nfor s in (1, 2, 3, 14, 15):\n    signal.signal(s, signal.SIG_IGN)\nwhile True:\n    pass"
-)
+ENDLESS = {
+    "loop": "while True:\n    pass",
+    "forks": "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
+    "closes all": "import os\nos.closerange(0, 64)\nwhile True:\n    pass",
+    "deaf": "import signal\nfor s in (1, 2, 3, 14, 15):\n    signal.signal(s, signal.SIG_IGN)\n"
+    "while True:\n    pass",
+}
 
 
-@pytest.mark.parametrize(
-    "code", [LOOP, PATIENT_FORKS, CLOSES_ALL, DEAF], ids=["loop", "forks", "closes all", "deaf"]
-)
-def test_code_that_does_not_end_is_ended(code, namespaces):
-    result = run(code, ["pass", "pass"], namespaces=namespaces, limits=Limits(timeout_s=0.3))
+@pytest.mark.parametrize("code", ENDLESS.values(), ids=ENDLESS)
+def test_code_that_does_not_end_is_ended(code, run_there):
+    result = run_there(code, ["pass", "pass"], limits=Limits(timeout_s=0.3))
     check(result, 0.0, "^0 of 2 tests passed; test 0: it took longer than 0.3 s")
     assert result.parts == {"passed": 0.0, "compiled": 1.0}
 
 
-def test_output_without_end_is_cut(namespaces):
+def test_output_without_end_is_cut(run_there):
     limits = Limits(timeout_s=10.0, output_bytes=10_000)
-    result = run("while True:\n    print('x' * 1000)", printing(""), namespaces=namespaces, limits=limits)
+    result = run_there("while True:\n    print('x' * 1000)", printing(""), limits=limits)
     check(result, 0.0, "it wrote more than 10000 bytes of output")
 
 
@@ -249,10 +251,10 @@ FORGERIES = {
 }
 
 
-@pytest.mark.parametrize("code", FORGERIES.values(), ids=FORGERIES.keys())
+@pytest.mark.parametrize("code", FORGERIES.values(), ids=FORGERIES)
 @pytest.mark.parametrize("tests", ["assert False", printing("7")], ids=["test", "program"])
-def test_a_test_that_did_not_pass_cannot_be_passed_by_saying_so(code, tests, namespaces):
-    assert run(code, tests, namespaces=namespaces).reward == 0.0
+def test_a_test_that_did_not_pass_cannot_be_passed_by_saying_so(code, tests, run_there):
+    assert run_there(code, tests).reward == 0.0
 
 
 def test_a_process_that_the_code_left_ends_with_it():
@@ -264,15 +266,15 @@ def test_a_process_that_the_code_left_ends_with_it():
     check(run(code, "assert True"), float(isolated), "" if isolated else "BlockingIOError")
 
 
-def test_the_worker_cannot_be_killed(namespaces):
+def test_the_worker_cannot_be_killed(namespaces, run_there):
     if not describe_isolation(namespaces=namespaces).processes:
         pytest.skip("this host does not isolate processes")
     code = (
         "import os, signal\nfor target in (os.getppid(), -1):\n    try:\n        os.kill(target,"
         " signal.SIGKILL)\n    except OSError:\n        pass"
     )
-    run(code, namespaces=namespaces)
-    check(run("x = 1", "assert x", namespaces=namespaces), 1.0, "")
+    run_there(code)
+    check(run_there("x = 1", "assert x"), 1.0, "")
 
 
 @cases("address: 127.0.0.1 0.0.0.0")
@@ -287,7 +289,7 @@ def test_there_is_no_network(address):
             server.accept()
 
 
-def test_files_outside_are_neither_seen_nor_changed(tmp_path, namespaces):
+def test_files_outside_are_neither_seen_nor_changed(tmp_path, namespaces, run_there):
     secret = tmp_path / "secret"
     secret.write_text("x")
     secret.chmod(0o600)
@@ -301,17 +303,17 @@ def test_files_outside_are_neither_seen_nor_changed(tmp_path, namespaces):
         "open('/proc/1/environ', 'rb').read()",
         "open(f'/proc/{os.getppid()}/environ', 'rb').read()",
     ):
-        assert run(f"import os\n{access}", namespaces=namespaces).reward == 0.0, access
+        assert run_there(f"import os\n{access}").reward == 0.0, access
     assert not (tmp_path / "new").exists() and not Path("/etc/new").exists()
 
 
-def test_descriptors_of_the_worker_stay_with_it(tmp_path, namespaces):
+def test_descriptors_of_the_worker_stay_with_it(tmp_path, run_there):
     look = "    try:\n        os.fstat(fd)\n        open_ones.append(fd)\n    except OSError:\n        pass"
     code = f"import os\nopen_ones = []\nfor fd in range(64):\n{look}"
     with (tmp_path / "open").open("w") as file:
         os.set_inheritable(file.fileno(), True)
         tests = "assert len(open_ones) == 4, open_ones"  # three and the report
-        check(run(code, tests, namespaces=namespaces), 1.0, "")
+        check(run_there(code, tests), 1.0, "")
 
 
 def test_threads_may_be_used_up_to_a_number():
@@ -340,10 +342,9 @@ def test_the_code_ends_with_a_worker_that_is_killed(tmp_path, namespaces):
         f" limits=Limits(timeout_s=60))\nreward(Sample(id='s', prompt='q', response={code!r},"
         " metadata={'tests': 'pass'}))"
     )
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
     with (
-        subprocess.Popen(
-            [sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)}
-        ) as worker,
+        subprocess.Popen([sys.executable, "-c", script], env=env) as worker,
         pipe.open("rb", buffering=0) as end,
     ):
         assert end.read(1) == b"x"

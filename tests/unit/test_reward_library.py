@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,17 +32,11 @@ from tests.support.text_tables import cases
 def sample_of(response: str, *, num_tokens: int = 0, **metadata) -> Sample:
     """A sample of two prompt tokens and `num_tokens` that train."""
     mask = [0, 0] + [1] * num_tokens
-    return Sample(
-        id="s",
-        prompt="q",
-        response=response,
-        tokens=np.arange(len(mask)),
-        loss_mask=np.array(mask, bool),
-        metadata=metadata,
-    )
+    arrays = {"tokens": range(len(mask)), "loss_mask": mask}
+    return Sample(id="s", prompt="q", response=response, metadata=metadata, **arrays)
 
 
-def find(name: str) -> Any:
+def find(name: str):
     """What a table names: of this file, or of the library."""
     return {**vars(fuzzy), **vars(math_rewards), **vars(multiple_choice), **globals()}[name]
 
@@ -176,12 +171,11 @@ def test_parts_and_notes_say_why(reward, response, row: dict, parts: dict, note)
 
 
 def test_what_was_extracted_keeps_tokens_and_metadata():
-    seen = []
-    reward = make_extracted(lambda sample: seen.append(sample) or 0.5)
-    assert reward(sample_of("<answer>x</answer>", num_tokens=3, answer="x")) == RewardResult(
-        0.5, {"extracted": 1.0}
-    )
-    assert (seen[0].response, seen[0].response_length, seen[0].metadata) == ("x", 3, {"answer": "x"})
+    judge = Mock(return_value=0.5)
+    found = make_extracted(judge)(sample_of("<answer>x</answer>", num_tokens=3, answer="x"))
+    assert found == RewardResult(0.5, {"extracted": 1.0})
+    (seen,) = judge.call_args.args
+    assert (seen.response, seen.response_length, seen.metadata) == ("x", 3, {"answer": "x"})
 
 
 @cases("""
@@ -195,11 +189,11 @@ num_tokens | punishment
 """)
 def test_overlong_responses_are_punished_softly(num_tokens: int, punishment: float):
     sample = sample_of("", num_tokens=num_tokens)
-    result = make_soft_overlong_punishment(max_tokens=100, buffer_tokens=20)(sample)
+    make = partial(make_soft_overlong_punishment, max_tokens=100, buffer_tokens=20)
+    result = make()(sample)
     assert result == RewardResult(punishment, {"overlong": punishment})
     assert str(result.reward) != "-0.0"
-    half = make_soft_overlong_punishment(max_tokens=100, buffer_tokens=20, weight=0.5)
-    assert half(sample).reward == punishment / 2
+    assert make(weight=0.5)(sample).reward == punishment / 2
 
 
 # --- what each refuses ---
@@ -208,16 +202,11 @@ def test_overlong_responses_are_punished_softly(num_tokens: int, punishment: flo
 extract_exact = partial(make_extracted, exact_match)
 
 
-def weigh_a_and_b(**weights: float) -> RewardResult:
-    return apply_weights(RewardResult(0, {"a": 1.0, "b": 1.0}), weights)
-
-
-def weigh_nothing(**weights: float) -> RewardResult:
-    return apply_weights(RewardResult(0), weights)
-
-
-def weigh_exact(**weights: float) -> Any:
-    return combine_rewards({"a": exact_match}, weights=weights)
+weigh_a_and_b = partial(apply_weights, RewardResult(0, {"a": 1.0, "b": 1.0}))
+weigh_nothing, weigh_exact = (
+    partial(apply_weights, RewardResult(0)),
+    partial(combine_rewards, {"a": exact_match}),
+)
 
 
 @cases(r"""
@@ -266,51 +255,44 @@ make_soft_overlong_punishment | max_tokens = 10, buffer_tokens = 11 | 0 < buffer
 make_length_target | target = -1, width = 1 | target=-1
 make_length_target | target = 1, width = 1, unit = "lines" | one of tokens, words, characters
 make_length_cutoff | most = 1, least = 2 | 0 <= least <= most
-weigh_a_and_b | a = 1 | 'b' has no weight
-weigh_nothing | a = 1.0 | there are the parts \(none\)
-weigh_exact | b = 1.0 | 'b' is weighted but not there
-weigh_exact | a = nan | a weight is a finite number
+weigh_a_and_b | weights = { a = 1 } | 'b' has no weight
+weigh_nothing | weights = { a = 1.0 } | there are the parts \(none\)
+weigh_exact | weights = { b = 1.0 } | 'b' is weighted but not there
+weigh_exact | weights = { a = nan } | a weight is a finite number
 """)
 def test_options_that_make_no_sense_are_refused(make, options: dict, message):
     with pytest.raises(ConfigError, match=message):
         find(make)(**options)
 
 
-async def asynchronous(sample: Sample) -> float:
-    return 1.0
+async def asynchronous(sample): ...
 
 
-@pytest.mark.parametrize(
-    ("rewards", "message"),
-    [
-        ({}, "name at least one"),
-        ([("a", exact_match)] * 2, "and each once"),
-        ({"a.b": exact_match}, "component 'a.b' is .*; a name is text without a dot"),
-        ({"a": 1.0}, "component 'a' is 1.0"),
-        ({"a": asynchronous}, "a function that is not async"),
-    ],
-)
-def test_components_that_make_no_sense_are_refused(rewards, message):
+@cases("""
+names | reward       | message
+      |              | name at least one
+a a   | exact_match  | and each once
+a.b   | exact_match  | component 'a.b' is .*; a name is text without a dot
+a     | PARTS        | component 'a' is RewardResult
+a     | asynchronous | a function that is not async
+""")
+def test_components_that_make_no_sense_are_refused(names, reward, message):
     with pytest.raises(ConfigError, match=message):
-        combine_rewards(rewards)
+        combine_rewards([(name, find(reward)) for name in names.split()])
 
 
 # --- combinations ---
 
 
 def test_rewards_combine_by_their_weights_and_keep_their_parts():
-    combined = combine_rewards(
-        {"number": numeric_match, "format": think_answer_format}, weights={"number": 2.0, "format": 0.5}
-    )
+    rewards = {"number": numeric_match, "format": think_answer_format}
+    combined = combine_rewards(rewards, weights={"number": 2.0, "format": 0.5})
+    names = ("number", "number.numeric", "number.has_number", "format", "format.format")
     result = combined(sample_of("<think>1+1</think><answer>2</answer>", answer=2))
-    assert result == RewardResult(
-        2.5,
-        {"number": 1.0, "number.numeric": 1.0, "number.has_number": 1.0, "format": 1.0, "format.format": 1.0},
-    )
+    assert result == RewardResult(2.5, dict.fromkeys(names, 1.0))
     assert combined(sample_of("2", answer=2)).reward == 2.0
-    assert combine_rewards({"a": lambda _: 0.25, "b": lambda _: True})(sample_of("")) == RewardResult(
-        1.25, {"a": 0.25, "b": 1.0}
-    )
+    found = combine_rewards({"a": lambda _: 0.25, "b": lambda _: True})(sample_of(""))
+    assert found == RewardResult(1.25, {"a": 0.25, "b": 1.0})
     largest = combine_rewards({"a": lambda _: 3, "b": lambda _: 2}, weights={"a": 1, "b": 2}, aggregate=max)
     assert largest(sample_of("")).reward == 4
 

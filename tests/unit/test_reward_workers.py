@@ -2,18 +2,17 @@
 sample fails.
 """
 
+import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import trio
@@ -62,7 +61,6 @@ prints_and_raises | raised ValueError: oops; the last it printed: 'state: odd'
 asynchronous | returned <coroutine object asynchronous .* as its reward; it must be a finite number
 missing | cannot be called: .* has no missing
 """
-TIMEOUTS = ["loop", "ignores_term", "own_session", "writes_nonsense"]
 SAMPLE = Sample(id="g0-s0", prompt="p", response="abc", metadata={"row": {"a": [1, None, "ü\ud800"]}})
 
 
@@ -73,12 +71,10 @@ async def score(workers: Workers, name: str, sample: Sample = SAMPLE, directory:
 
 
 @asynccontextmanager
-async def open_workers(*, count: int = 1, timeout_s: float = 20.0) -> AsyncIterator[Workers]:
+async def open_workers(*, count: int = 1, timeout_s: float = 20.0):
     """Workers that leave nothing behind."""
-    before = find_descendants()
-    async with open_pool(
-        count=count, timeout_s=timeout_s, memory_bytes=1 << 30, output_bytes=1 << 16
-    ) as workers:
+    before, limits = find_descendants(), {"memory_bytes": 1 << 30, "output_bytes": 1 << 16}
+    async with open_pool(count=count, timeout_s=timeout_s, **limits) as workers:
         yield workers
         closed_s = time.monotonic()
     # the workers' own limits are seconds; waiting for a hung reward would be forever
@@ -89,31 +85,25 @@ async def open_workers(*, count: int = 1, timeout_s: float = 20.0) -> AsyncItera
 # --- one function, one worker ---
 
 
-async def test_a_function_is_called_by_name_in_a_process_without_secrets_or_input(
-    monkeypatch,
-):
+async def test_a_function_is_called_by_name_in_a_process_without_secrets_or_input(monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "abc")
     async with open_workers() as workers:
         assert function_name(workers.reward("hostile_rewards.py:good", HERE)) == "good"
         assert await score(workers, "good") == RewardResult(3.0, {"length": 3.0}, "counted")
-        note = (await score(workers, "where")).note or ""
+        note = (await score(workers, "where")).note
         assert int(note.split()[0]) in find_descendants() and note.endswith(" None 1 ''")
         for name in ("runs_a_program", "runs_with_preexec"):  # programs that have ended are fine
             assert (await score(workers, name)).reward == 2.0
         for name in ("libc_fork", "libc_fork", "replaces_json"):  # a child never answers for its parent
             assert (await score(workers, name)).reward == 1.0
-        counts = workers.statistics()
-        assert (counts["calls"], counts["failed"]) == (7, 0)
 
 
 async def test_a_sample_arrives_as_it_was_and_a_group_is_scored_together():
+    fields = """{"id": "s", "response": "x", "tokens": [0, 1, 2, 3, 4], "loss_mask": [0, 1, 1, 1, 1],
+        "rollout_log_probs": [0, -0.5, -0.25, -1, -2]}"""
     sample = Sample(
-        id="s",
+        **json.loads(fields),
         prompt=({"role": "user", "content": "hi"},),
-        response="x",
-        tokens=np.arange(5),
-        loss_mask=[0, 1, 1, 1, 1],
-        rollout_log_probs=[0, -0.5, -0.25, -1, -2],
         metadata={"a": {"b": (1, 2)}},
         status=Status.TRUNCATED,
     )
@@ -121,15 +111,13 @@ async def test_a_sample_arrives_as_it_was_and_a_group_is_scored_together():
         result = await score(workers, "seen", sample)
         note = "(({'role': 'user', 'content': 'hi'},), {'a': {'b': [1, 2]}}, 'truncated')"
         assert result == RewardResult(-3.75, {"tokens": 10.0}, note)
-        ranks, too_few = [
+        ranks, too_few = (
             workers.reward(f"hostile_rewards.py:{name}", HERE, "group_reward")
             for name in ("ranks", "too_few")
-        ]
+        )
         results = await call_group_reward(ranks, [SAMPLE] * 3)
         assert [result.reward for result in results] == [0.0, 1.0, 2.0]
-        message = (
-            r"group reward function too_few on the group of sample g0-s0 returned \[1.0\]; it must return 2"
-        )
+        message = r"reward function too_few on the group of sample g0-s0 returned \[1.0\]; it must return 2"
         with pytest.raises(UserFunctionError, match=message):
             await call_group_reward(too_few, [SAMPLE] * 2)
 
@@ -137,9 +125,14 @@ async def test_a_sample_arrives_as_it_was_and_a_group_is_scored_together():
 # --- hostile functions ---
 
 
+async def check_good(workers: Workers):
+    """The next sample is scored."""
+    assert (await score(workers, "good")).reward == 3.0
+
+
 async def check_rest(workers: Workers):
     """The next sample is scored, by one worker, for there was one call at a time; it has two guards."""
-    assert (await score(workers, "good")).reward == 3.0
+    await check_good(workers)
     await wait_until(lambda: len(find_descendants()) == 3)
 
 
@@ -148,7 +141,7 @@ async def check_fails(workers: Workers, name: str, kind: type[Exception], named:
     with pytest.raises(kind, match=where) as caught:
         await score(workers, name)
     assert classify_reward_error(caught.value) == named
-    assert (await score(workers, "good")).reward == 3.0, name
+    await check_good(workers)
 
 
 async def test_every_hostile_function_fails_its_own_sample_only():
@@ -158,13 +151,13 @@ async def test_every_hostile_function_fails_its_own_sample_only():
         for name, message in read_cells(RAISED):
             await check_fails(workers, name, UserFunctionError, "reward", f".*{message}")
         for _ in range(200):
-            assert (await score(workers, "good")).reward == 3.0
+            await check_good(workers)
         await check_rest(workers)
 
 
 async def test_functions_that_do_not_end_are_killed_with_all_that_they_started():
     async with open_workers(timeout_s=0.4) as workers:
-        for name in TIMEOUTS:
+        for name in ("loop", "ignores_term", "own_session", "writes_nonsense"):
             await check_fails(workers, name, RewardTimeout, "reward_timeout", "took longer than 0.4 s")
         await check_rest(workers)
 
@@ -196,17 +189,16 @@ async def test_neither_waiting_for_a_worker_nor_importing_is_time_of_the_functio
             for _ in range(6):  # the last waits for 1.0 s
                 nursery.start_soon(score, workers, "nap")
         assert (await score(workers, "slow.py:reward", directory=tmp_path)).reward == 1.0
-        assert workers.statistics()["failed"] == 0
 
 
 async def test_a_cancelled_call_kills_its_worker_and_a_call_after_closing_says_so():
     async with open_workers() as workers:
-        before = int((await score(workers, "where")).note.split()[0])  # type: ignore[union-attr]
+        before = int((await score(workers, "where")).note.split()[0])
         with trio.move_on_after(0.3) as scope:
             await score(workers, "own_session")
         assert scope.cancelled_caught
-        assert (await score(workers, "good")).reward == 3.0
-        await wait_until(lambda: not psutil.pid_exists(before) and len(find_descendants()) == 3)
+        await check_rest(workers)
+        assert not psutil.pid_exists(before)
     with pytest.raises(RewardCrashed, match="called after the workers had been closed"):
         await score(workers, "good")
 
@@ -242,8 +234,8 @@ async def test_bytes_that_wait_before_a_call_cost_the_worker_and_not_the_sample(
     async with open_workers() as workers:
         assert (await score(workers, "late.py:reward", directory=tmp_path)).reward == 1.0
         await trio.sleep(0.3)
-        assert (await score(workers, "good")).reward == 3.0
-        assert (workers.statistics()["failed"], workers.statistics()["workers_started"]) == (0, 2)
+        await check_good(workers)
+        assert workers.statistics()["workers_started"] == 2
 
 
 @cases("""
@@ -262,7 +254,7 @@ async def test_what_a_call_leaves_behind_does_not_reach_the_next_sample(name):
         before = (await score(workers, "shows_process")).note
         assert (await score(workers, name)).reward == 1.0, "its answer stands"
         assert (await score(workers, "shows_process")).note == before
-        assert (workers.statistics()["failed"], workers.statistics()["workers_started"]) == (0, 2)
+        assert workers.statistics()["workers_started"] == 2
 
 
 async def test_a_file_that_is_edited_during_a_run_gives_no_mixture_of_rewards(tmp_path):
@@ -288,7 +280,7 @@ async def test_a_part_without_its_weight_fails_the_sample_and_not_the_run():
     async def in_the_trainer(sample):
         return {"a": 2.0}
 
-    reward: Any = weigh(in_the_trainer, RolloutConfig(reward_weights={"a": 1.0, "b": 1.0}))
+    reward = weigh(in_the_trainer, RolloutConfig(reward_weights={"a": 1.0, "b": 1.0}))
     message = "in_the_trainer on sample g0-s0 does not fit rl.rollout.reward_weights: .*'b'"
     with pytest.raises(UserFunctionError, match=message):
         await call_reward(reward, SAMPLE)
@@ -300,8 +292,8 @@ async def test_the_record_of_a_failure_has_the_workers_traceback():
             await score(workers, "raises")
     assert isinstance(caught.value.__cause__, RaisedInWorker)
     record = fail_sample(SAMPLE, caught.value, "reward", "raises").metadata["failure"]["traceback"]
-    assert record.startswith("Traceback (most recent call last):\n  File ") and "rewards/worker" not in record
-    assert 'hostile_rewards.py", line' in record and record.endswith("KeyError: 'gold'\n")
+    said = r"""Traceback \(most recent call last\):\n  File .*hostile_rewards.py", line.*KeyError: 'gold'\n"""
+    assert re.fullmatch(said, record, re.DOTALL) and "rewards/worker" not in record
 
 
 # --- the end of the trainer ---
@@ -326,11 +318,10 @@ trio.run(main)
 
 
 async def test_no_process_survives_a_trainer_that_is_killed():
-    with subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-c", TRAINER, str(HERE)], stdout=subprocess.PIPE, text=True
-    ) as trainer:
+    command = [sys.executable, "-c", TRAINER, str(HERE)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:  # noqa: ASYNC220
         try:
-            assert trainer.stdout is not None and trainer.stdout.readline() == "up\n"
+            assert trainer.stdout.readline() == "up\n"
             # two workers, each with two guards, and what a function started
             await wait_until(lambda: len(find_descendants(trainer.pid)) == 7)
             below = find_descendants(trainer.pid)
@@ -344,11 +335,11 @@ async def test_no_process_survives_a_trainer_that_is_killed():
 
 GOOD = b'{"id":"r1","kind":"done","value":[{"reward":1,"parts":{"a":2.5},"note":"n"}]}'
 
-KIND = tuple[RewardResult]
+parse = partial(parse_answer, request_id="r1", kind=tuple[RewardResult])
 
 
 def test_an_answer_is_parsed():
-    assert parse_answer(GOOD, request_id="r1", kind=KIND).value == (RewardResult(1.0, {"a": 2.5}, "n"),)
+    assert parse(GOOD).value == (RewardResult(1.0, {"a": 2.5}, "n"),)
 
 
 # bytes, or a piece of GOOD and what replaces it
@@ -376,6 +367,6 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", [b"", b"\xff", b"[" * 100_000, b"1" * 5000, *LINES])
-def test_bytes_that_are_no_answer_are_a_typed_error(line: bytes):
+def test_bytes_that_are_no_answer_are_a_typed_error(line):
     with pytest.raises(BadAnswer):
-        parse_answer(line, request_id="r1", kind=KIND)
+        parse(line)

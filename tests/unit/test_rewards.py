@@ -1,7 +1,6 @@
 """Rewards: how user functions are called, and what counts as an answer."""
 
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -9,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,15 +29,15 @@ GROUP = SampleGroup(3, "row-7", (SAMPLE,))
 ENGINE, NO_SAMPLING = ScriptedEngine(), SamplingParams(max_new_tokens=1)
 
 # each kind of function: how it is called, and how its errors call it when its name is "user"
-CALLS: dict[str, tuple[Any, str]] = {
-    "reward": (functools.partial(call_reward, sample=SAMPLE), "reward function user on sample g0-s0"),
+CALLS = {
+    "reward": (partial(call_reward, sample=SAMPLE), "reward function user on sample g0-s0"),
     "group": (
-        functools.partial(call_group_reward, samples=[SAMPLE, SAMPLE]),
+        partial(call_group_reward, samples=[SAMPLE, SAMPLE]),
         "group reward function user on the group of sample g0-s0",
     ),
-    "filter": (functools.partial(call_filter, group=GROUP), r"filter user on group 3 \(prompt row-7\)"),
+    "filter": (partial(call_filter, group=GROUP), r"filter user on group 3 \(prompt row-7\)"),
     "generate": (
-        functools.partial(call_generate, sample=SAMPLE, engine=ENGINE, sampling=NO_SAMPLING),
+        partial(call_generate, sample=SAMPLE, engine=ENGINE, sampling=NO_SAMPLING),
         "generate function user on sample g0-s0",
     ),
 }
@@ -46,9 +46,8 @@ CALLS: dict[str, tuple[Any, str]] = {
 def answering(value, takes_s: float = 0.0):
     """An async function that gives `value`, or raises it."""
 
-    async def user(*arguments) -> Any:
-        if takes_s:
-            await trio.sleep(takes_s)
+    async def user(*arguments):
+        await trio.sleep(takes_s)
         if isinstance(value, BaseException):
             raise value
         return value
@@ -60,6 +59,8 @@ def answering(value, takes_s: float = 0.0):
 
 
 def test_numbers_named_parts_and_results_are_rewards():
+    group = check_group_rewards(np.arange(3) / 2, 3, "f")
+    assert [*group] == [*map(RewardResult, (0.0, 0.5, 1.0))]
     for one in (1, True, np.float32(1), np.bool_(True), np.array(1.0), Fraction(1)):
         assert check_reward(one, "f") == RewardResult(1.0)
     parts = RewardResult(0.75, {"exact": 1.0, "length": -0.25})
@@ -113,8 +114,8 @@ generate | null                     | returned None; it must return a Sample or 
 generate | []                       | returned \[\]; it must return a Sample or a sequence of Samples
 """
 no_count = "it must return 2 rewards, one per sample"
-no_decision = "True, False or a FilterDecision"
-NO_ANSWERS: list[tuple[str, Any, str]] = [
+NO_DECISIONS = ("no",), (False, 3), (False, "why", None)
+NO_ANSWERS = [
     *((kind, json.loads(value), message) for kind, value, message in read_cells(JSON_ANSWERS)),
     ("reward", np.array([1.0]), "returned array"),
     ("reward", 10**400, "returned 1000"),
@@ -129,10 +130,7 @@ NO_ANSWERS: list[tuple[str, Any, str]] = [
     ("group", iter([1.0, 1.0]), no_count),
     ("group", itertools.repeat(1.0), no_count),  # endless
     ("group", raise_in_the_middle(), no_count),
-    *(
-        ("filter", FilterDecision(*value), no_decision)
-        for value in (("no",), (False, 3), (False, "why", None))
-    ),
+    *(("filter", FilterDecision(*value), "True, False or a FilterDecision") for value in NO_DECISIONS),
     ("generate", [SAMPLE, "text"], "it must return a Sample or a sequence of Samples"),
     ("generate", Sample(id="x", prompt="x"), "status is still pending"),
 ]
@@ -158,30 +156,25 @@ def test_a_long_note_is_cut_and_says_so():
     assert check_reward(RewardResult(1.0, {}, "x" * 10_000), "f").note == "x" * 10_000
 
 
-def test_a_group_reward_gives_one_reward_per_sample():
-    assert [result.reward for result in check_group_rewards(np.arange(3) / 2, 3, "f")] == [0.0, 0.5, 1.0]
-
-
 async def test_a_drop_always_has_a_reason():
     told = FilterDecision(False, "too_easy", "all right")
     for value in (False, FilterDecision(False)):
         assert await call_filter(answering(value), GROUP) == FilterDecision(False, "user")
-    assert await call_filter(answering(np.bool_(True)), GROUP) == FilterDecision(True)
-    assert await call_filter(answering(told), GROUP) == told
+    for value, decision in ((np.bool_(True), FilterDecision(True)), (told, told)):
+        assert await call_filter(answering(value), GROUP) == decision
 
 
 async def test_segments_carry_the_id_of_their_sample():
     own = Sample(id="mine", prompt="x", status=Status.COMPLETED)
-    source = {"source": "easy", "prompt_id": "row-1", "epoch": 2}
+    source = {"source": "easy", "prompt_id": "row-1", "epoch": 2}  # by which a mixture is counted
     pending = Sample(id="g4-s1", prompt="x", group_index=4, metadata={**source, "answer": "5"})
     for value, names in ((own, ["g4-s1"]), ([own] * 3, ["g4-s1", "g4-s1.1", "g4-s1.2"])):
         segments = await call_generate(answering(value), pending, ENGINE, NO_SAMPLING)
-        assert [segment.id for segment in segments] == names
-        assert {segment.group_index for segment in segments} == {4}
-        assert all(segment.metadata == source for segment in segments), "a mixture is counted by it"
+        found = [(segment.id, segment.group_index, segment.metadata) for segment in segments]
+        assert found == [(name, 4, source) for name in names]
 
 
-TRAINED = {"tokens": [5, 6, 7], "loss_mask": [0, 0, 1], "weight_versions": [-1, -1, 3]}
+TRAINED = json.loads('{"tokens": [5, 6, 7], "loss_mask": [0, 0, 1], "weight_versions": [-1, -1, 3]}')
 
 
 @cases(r"""
@@ -207,12 +200,12 @@ async def test_what_a_function_leaves_in_a_sample_and_no_file_can_hold_is_its_er
     meddled = replace(SAMPLE, metadata={})
 
     def meddle(*arguments):
-        meddled.metadata["left"] = left  # type: ignore[index]
+        meddled.metadata["left"] = left
         return meddled
 
     message = r"left in sample g0-s0 what cannot be recorded: metadata\.left is"
     with pytest.raises(UserFunctionError, match=message):
-        await call_generate(meddle, SAMPLE, ENGINE, NO_SAMPLING)
+        await CALLS["generate"][0](meddle)
     with pytest.raises(UserFunctionError, match=message):
         await call_filter(lambda group: bool(meddle()), SampleGroup(3, "row-7", (meddled,)))
     with pytest.raises(UserFunctionError, match="what cannot be recorded"):
@@ -235,13 +228,13 @@ class CallableReward:
     ("function", "reward"),
     [
         (lambda sample: float(threading.current_thread() is threading.main_thread()), 0.0),
-        (functools.partial(weighted, weight=2.0), 2.0),
+        (partial(weighted, weight=2.0), 2.0),
         (CallableReward(), 1.0),
         (lambda sample: weighted(sample, weight=3.0), 3.0),
     ],
     ids=["sync", "partial", "object", "sync that returns an awaitable"],
 )
-async def test_async_functions_run_where_they_are_and_others_in_a_thread(function, reward: float):
+async def test_async_functions_run_where_they_are_and_others_in_a_thread(function, reward):
     assert (await call_reward(function, SAMPLE)).reward == reward
 
 
@@ -264,9 +257,9 @@ async def test_an_exception_inside_a_nursery_is_named_itself_and_kept_as_the_cau
         (ExceptionGroup("nursery", [EngineError("down"), EngineError("too")]), UserFunctionError),
     ],
 )
-async def test_errors_of_engine_and_data_keep_their_type(raised: Exception, seen: type[Exception]):
+async def test_errors_of_engine_and_data_keep_their_type(raised, seen):
     with pytest.raises(seen):
-        await call_generate(answering(raised), SAMPLE, ENGINE, NO_SAMPLING)
+        await CALLS["generate"][0](answering(raised))
 
 
 class Silent(Exception):
@@ -281,7 +274,7 @@ TWO = BaseExceptionGroup("two", [SystemExit(1), KeyError("a")])
     "error", [SystemExit(3), GeneratorExit(), TWO, Silent()], ids=lambda error: type(error).__name__
 )
 @pytest.mark.parametrize("kind", CALLS)
-async def test_a_function_that_wants_to_end_the_run_fails_its_own_sample(kind, error: BaseException):
+async def test_a_function_that_wants_to_end_the_run_fails_its_own_sample(kind, error):
     ask, where = CALLS[kind]
     with pytest.raises(UserFunctionError, match=f"^{where} raised"):
         await ask(answering(error))
@@ -358,8 +351,8 @@ async def test_hung_calls_do_not_keep_the_places_of_others(monkeypatch):
 def clock(monkeypatch) -> Callable[[float], None]:
     """Lets seconds pass for who watches the event loop."""
     now = [0.0]
-    monkeypatch.setattr(call.time, "perf_counter", lambda: now[0])
-    return lambda seconds: now.__setitem__(0, now[0] + seconds)
+    monkeypatch.setattr(call.time, "perf_counter", lambda: sum(now))
+    return now.append
 
 
 async def test_async_functions_that_block_the_event_loop_are_named_once(clock):
@@ -374,10 +367,8 @@ async def test_async_functions_that_block_the_event_loop_are_named_once(clock):
         for kind in ("group", "generate", "group"):
             with contextlib.suppress(UserFunctionError):
                 await CALLS[kind][0](user)
-    assert [sentence[: sentence.index(" in one")] for sentence in said] == [
-        "async group reward function user blocked the event loop for 0.20 s",
-        "async generate function user blocked the event loop for 0.20 s",
-    ]
+    for sentence, kind in zip(said, ("group reward", "generate"), strict=True):
+        assert f"async {kind} function user blocked the event loop for 0.20 s in one" in sentence
 
 
 async def test_waiting_and_the_time_of_other_tasks_are_not_blocking(clock):

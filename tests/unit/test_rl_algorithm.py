@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rollouts import errors
 from rollouts.config.schema import RLTrainingConfig
-from rollouts.errors import CheckpointError, ConfigError, PlugInError
+from rollouts.errors import CheckpointError, ConfigError
 from rollouts.loops.algorithm import (
     LoopState,
     check_algorithms,
@@ -29,13 +29,16 @@ from tests.unit import test_loops
 from tests.unit.test_rl_batch import batch_of, segmented
 
 
-def rl_config(*changes: Mapping[str, object], **settings: object) -> RLTrainingConfig:
+def rl_config(*changes, **settings) -> RLTrainingConfig:
     return test_loops.rl_config(steps=100, changes=[*changes], **settings)
 
 
+def choose(config: RLTrainingConfig, *steps: int):
+    return [choose_algorithm(config, step, LoopState(config.kl_coef)) for step in steps]
+
+
 def coefs(config: RLTrainingConfig, *steps: int) -> list[float]:
-    state = LoopState(config.kl_coef)
-    return [choose_algorithm(config, step, state).settings.kl_coef for step in steps]
+    return [algorithm.settings.kl_coef for algorithm in choose(config, *steps)]
 
 
 # --- changes ------------------------------------------------------------------------------------------------
@@ -43,8 +46,7 @@ def coefs(config: RLTrainingConfig, *steps: int) -> list[float]:
 
 def test_without_changes_every_step_is_as_the_settings_say():
     config = rl_config(clip_high=0.28)
-    for step in (1, 7, 100):
-        algorithm = choose_algorithm(config, step, LoopState(config.kl_coef))
+    for algorithm in choose(config, 1, 7, 100):
         assert (algorithm.change, algorithm.settings) == (0, config)
         assert algorithm.loss.params == {"clip_low": 0.2, "clip_high": 0.28}
     assert list_algorithms(config) == [config]
@@ -55,24 +57,17 @@ def test_what_a_change_does_not_name_stays_as_the_one_before_left_it():
     config = rl_config(
         {"from_step": 10, "clip_high": 0.3}, {"from_step": 20, "normalise_by": "sequences"}, clip_low=0.1
     )
-    seen = [choose_algorithm(config, step, LoopState(config.kl_coef)) for step in (9, 10, 19, 20, 99)]
-    assert [algorithm.change for algorithm in seen] == [0, 1, 1, 2, 2]
-    assert [algorithm.loss.params["clip_high"] for algorithm in seen] == [0.2, 0.3, 0.3, 0.3, 0.3]
-    assert [algorithm.loss.unit for algorithm in seen] == ["tokens"] * 3 + ["sequences"] * 2
-    assert {algorithm.loss.params["clip_low"] for algorithm in seen} == {0.1}
+    found = [(one.change, one.loss.unit, one.loss.params) for one in choose(config, 9, 10, 19, 20, 99)]
+    before, after = {"clip_low": 0.1, "clip_high": 0.2}, {"clip_low": 0.1, "clip_high": 0.3}
+    second, third = (1, "tokens", after), (2, "sequences", after)
+    assert found == [(0, "tokens", before), second, second, third, third]
 
 
 def test_another_loss_or_advantage_begins_with_its_default_parameters_and_the_same_one_keeps_its_own():
-    settings = read_params(
-        "loss_params = { dual_clip = 3.0 }, clip_high = 0.28,"
-        ' advantage = "grpo", advantage_params = { ddof = 0 }'
-    )
-    config = rl_config(
-        {"from_step": 5, "loss": "gspo", "advantage": "centred"},
-        {"from_step": 9, "loss": "ppo_clip"},
-        **settings,
-    )
-    _, other, back = list_algorithms(config)
+    settings = read_params("""loss_params = { dual_clip = 3.0 }, clip_high = 0.28, advantage = "grpo", \
+advantage_params = { ddof = 0 }""")
+    first = {"from_step": 5, "loss": "gspo", "advantage": "centred"}
+    _, other, back = list_algorithms(rl_config(first, {"from_step": 9, "loss": "ppo_clip"}, **settings))
     assert (other.loss_params, other.clip_high, other.advantage_params) == ({}, 0.2, {})
     assert (back.loss_params, back.clip_high) == ({}, 0.2)
     _, same = list_algorithms(rl_config({"from_step": 5, "loss": "ppo_clip", "kl_in": "loss"}, **settings))
@@ -81,9 +76,9 @@ def test_another_loss_or_advantage_begins_with_its_default_parameters_and_the_sa
 
 def test_another_loss_begins_with_its_own_unit_where_the_one_before_had_its_own():
     changes = {"from_step": 5, "loss": "gspo"}, {"from_step": 9, "loss": "cispo"}
-    for unit, units in (("tokens", ["tokens", "sequences", "tokens"]), ("constant", ["constant"] * 3)):
-        pieces = list_algorithms(rl_config(*changes, normalise_by=unit))
-        assert [piece.normalise_by for piece in pieces] == units
+    for units in ("tokens", "sequences", "tokens"), ("constant",) * 3:
+        pieces = list_algorithms(rl_config(*changes, normalise_by=units[0]))
+        assert tuple(piece.normalise_by for piece in pieces) == units
 
 
 def test_the_kl_coefficient_ramps_in_a_straight_line_from_where_it_was():
@@ -93,9 +88,8 @@ def test_the_kl_coefficient_ramps_in_a_straight_line_from_where_it_was():
     assert coefs(config, 1, 10, 11, 12, 16, 21, 30, 31, 99) == pytest.approx(
         [0.1, 0.1, 0.1, 0.12, 0.2, 0.3, 0.3, 0.0, 0.0]
     )
-    assert coefs(config, 21) == [0.3], "exactly"
     falling = rl_config({"from_step": 11, "kl_coef": 0.0, "kl_ramp_steps": 10}, kl_coef=0.1)
-    assert coefs(falling, 21, 22) == [0.0, 0.0], "exactly"
+    assert coefs(config, 21) + coefs(falling, 21, 22) == [0.3, 0.0, 0.0], "exactly"
 
 
 @cases(r"""
@@ -114,24 +108,24 @@ def test_a_change_that_makes_no_sense_is_refused_at_the_start(changes: Any, mess
         rl_config(*changes)
 
 
-def test_the_loss_and_the_advantage_of_every_piece_are_checked_and_the_change_is_named(tmp_path, monkeypatch):
-    with pytest.raises(
-        ConfigError, match=r"rl\.changes with from_step=60: loss 'gspo' has no parameter 'clip_hi'"
-    ):
-        check_loss(rl_config({"from_step": 60, "loss": "gspo", "loss_params": {"clip_hi": 1}}))
-    with pytest.raises(ConfigError, match=r"^loss 'ppo_clip' has no parameter 'clip_hi'"):
-        check_loss(rl_config({"from_step": 60, "loss": "gspo"}, loss_params={"clip_hi": 1}))
-    with pytest.raises(
-        PlugInError, match=r"rl\.changes with from_step=60: rl\.advantage='groo' does not name a function"
-    ):
-        load_advantages(rl_config({"from_step": 60, "advantage": "groo"}))
+@cases(r"""
+error       | change                                               | settings | message
+ConfigError | {"loss": "gspo", "loss_params": {"clip_hi": 1}} | {} | loss 'gspo' has no parameter 'clip_hi'
+ConfigError | {"loss": "gspo"} | {"loss_params": {"clip_hi": 1}} | ^loss 'ppo_clip' has no parameter 'clip_hi'
+PlugInError | {"advantage": "groo"} | {} | rl\.advantage='groo' does not name a function
+ConfigError | {"advantage": "mine.py:scaled", "advantage_params": {"to": 2.0}} | {} | .*has no parameter 'to'
+""")
+def test_the_loss_and_the_advantage_of_every_piece_are_checked_and_the_change_is_named(
+    error, change: Any, settings: Any, message, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def scaled(inputs, *, by=1.0):\n    return inputs.rewards * by\n")
-    change = {"from_step": 60, "advantage": "mine.py:scaled", "advantage_params": {"by": 2.0}}
-    found = load_advantages(rl_config(change))
-    assert sorted(found) == ["grpo", "mine.py:scaled"]
-    with pytest.raises(ConfigError, match=r"rl\.changes with from_step=60: .*has no parameter 'to'"):
-        load_advantages(rl_config(change | {"advantage_params": {"to": 2.0}}))
+    mine = {"from_step": 60, "advantage": "mine.py:scaled", "advantage_params": {"by": 2.0}}
+    assert sorted(load_advantages(rl_config(mine))) == ["grpo", "mine.py:scaled"]
+    look = check_loss if "loss" in change else load_advantages
+    message = message if message[0] == "^" else rf"rl\.changes with from_step=60: {message}"
+    with pytest.raises(getattr(errors, error), match=message):
+        look(rl_config({"from_step": 60, **change}, **settings))
 
 
 # --- controllers --------------------------------------------------------------------------------------------
@@ -176,9 +170,8 @@ def test_the_measured_kl_is_the_mean_over_trajectories_wherever_the_term_is():
     with_reference = segmented(1.0, 2.0, 5.0)
     assert measure_kl(with_reference, np.asarray([0, 0, 1])) == {"kl/ref_per_sample": pytest.approx(4.0)}
     for kl_in, estimator in (("reward", "k1"), ("loss", "k3")):
-        _, metrics = add_advantages(
-            with_reference, rl_config(advantage="raw", kl_coef=0.1, kl_in=kl_in, kl_estimator=estimator)
-        )
+        config = rl_config(advantage="raw", kl_coef=0.1, kl_in=kl_in, kl_estimator=estimator)
+        _, metrics = add_advantages(with_reference, config)
         assert metrics["kl/ref_per_sample"] == pytest.approx(4.0)
     assert "kl/ref_per_sample" not in add_advantages(segmented(), rl_config(advantage="raw"))[1]
     assert measure_kl(segmented(*[math.inf] * 3), np.asarray([0, 0, 1])) == {}

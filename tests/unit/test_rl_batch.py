@@ -1,13 +1,13 @@
 """What the RL loop does to a batch: log-probs, advantages, a teacher, the loss by name."""
 
 import dataclasses
-from typing import Any
+import functools
 
 import numpy as np
 import pytest
 
 from rollouts.advantages import ADVANTAGES
-from rollouts.config.schema import CriticConfig, DistillationConfig, RunConfig
+from rollouts.config.schema import DistillationConfig, RunConfig
 from rollouts.errors import ConfigError, ModelError, StalenessError, UserFunctionError
 from rollouts.loops.algorithm import find_advantages
 from rollouts.loops.rl_batch import (
@@ -22,12 +22,13 @@ from rollouts.losses import LOSSES, find_own_unit
 from rollouts.preflight.checks import check_loss, check_losses
 from rollouts.preflight.findings import Findings
 from rollouts.testing.fakes import open_fake_backend
-from rollouts.types import RolloutBatch, Sample, Status
+from rollouts.types import LossSpec, RolloutBatch, Sample, Status
+from tests.support.made_updates import floats
 from tests.support.text_tables import cases
 from tests.unit.test_loops import rl_config
 
 
-def batch_of(rewards: list[float], *, groups: Any = None, versions: Any = None) -> RolloutBatch:
+def batch_of(rewards: list[float], *, groups=None, versions=None) -> RolloutBatch:
     """Of the group 7 and of version 0, unless told otherwise."""
     count = len(rewards)
     return RolloutBatch(
@@ -70,8 +71,7 @@ async def test_kl_in_the_reward_is_taken_off_before_the_group_statistics():
     # Σ (mu − ref) = (−1 + 1.5) + (−2 + 1.5) = 0, so the rewards stay 1 and 0 and the centred advantages are
     # ±½
     assert metrics["kl/ref_per_sample"] == pytest.approx(0.0, abs=1e-6)
-    np.testing.assert_allclose(batch.advantages[0], [0, 0.5, 0.5])
-    np.testing.assert_allclose(batch.advantages[1], [0, -0.5, -0.5])
+    np.testing.assert_allclose(batch.advantages, np.outer([0.5, -0.5], [0, 1, 1]))
 
 
 def segmented(*kl: float) -> RolloutBatch:
@@ -80,31 +80,28 @@ def segmented(*kl: float) -> RolloutBatch:
     """
     ids = ("g7-s0", "g7-s0.1", "g7-s1")
     samples = tuple(Sample(id=id_, prompt="p", reward=0.0, group_index=7) for id_ in ids)
-    reference = tuple(np.asarray([5.0, -1.0 - nats, -2.0], np.float32) for nats in kl)
+    reference = floats(*([5.0, -1.0 - nats, -2.0] for nats in kl))
     return dataclasses.replace(batch_of([1.0, 1.0, 0.0]), samples=samples, ref_log_probs=reference or None)
 
 
 def test_segments_of_one_trajectory_count_once_in_the_advantages_of_a_batch():
-    rows = segmented()
-    batch, _ = add_advantages(rows, rl_config(advantage="rloo"))
-    assert [row.tolist() for row in batch.advantages] == [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [0.0, -1.0, -1.0]]
+    batch, _ = add_advantages(segmented(), rl_config(advantage="rloo"))
+    np.testing.assert_array_equal(batch.advantages, np.outer([1, 1, -1], [0, 1, 1]))
     assert batch.mean_advantages.tolist() == [1.0, 1.0, -1.0]
 
 
 def test_all_segments_of_a_truncated_trajectory_are_left_out_of_the_loss():
-    rows = segmented()
-    batch, _ = add_advantages(rows, rl_config(advantage="centred"))
+    batch, _ = add_advantages(segmented(), rl_config(advantage="centred"))
     object.__setattr__(batch.samples[1], "status", Status.TRUNCATED)
     left = leave_out_cut(batch, truncated=True)
     assert left.response_lengths.tolist() == [0, 0, 2]
-    assert left.mean_advantages is not None and left.mean_advantages.tolist() == [0.0, 0.0, -0.5]
+    assert left.mean_advantages.tolist() == [0.0, 0.0, -0.5]
 
 
 def test_the_kl_that_is_taken_off_is_that_of_the_whole_trajectory():
     batch, _ = add_advantages(segmented(1.0, 2.0, 5.0), rl_config(advantage="raw", kl_coef=0.1))
-    np.testing.assert_allclose(
-        [row[1] for row in batch.advantages], [0.7, 0.7, -0.5], rtol=1e-6
-    )  # 1 − .1·(1 + 2), 0 − .1·5
+    taken = [row[1] for row in batch.advantages]
+    np.testing.assert_allclose(taken, [0.7, 0.7, -0.5], rtol=1e-6)  # 1 − .1·(1 + 2), 0 − .1·5
 
 
 def test_every_advantage_of_the_table_works_by_its_name():
@@ -115,8 +112,7 @@ def test_every_advantage_of_the_table_works_by_its_name():
     rows = dataclasses.replace(batch_of([1.0, 0.0, 0.5]), samples=samples)
     for name in ADVANTAGES.keys() - {"gae"}:  # which needs a critic: below
         batch, metrics = add_advantages(rows, rl_config(advantage=name))
-        assert batch.advantages is not None and len(batch.advantages) == 3
-        assert metrics["advantage/abs_mean"] > 0
+        assert len(batch.advantages) == 3 and metrics["advantage/abs_mean"] > 0
     remax, _ = add_advantages(rows, rl_config(advantage="remax"))
     np.testing.assert_allclose(remax.advantages[0], [0, 0.75, 0.75])
 
@@ -124,38 +120,23 @@ def test_every_advantage_of_the_table_works_by_its_name():
 def test_with_a_critic_the_batch_gets_returns_and_the_kl_term_goes_on_each_token():
     # one row: mask 0 1 1, lp −1 and −2, ref −1.5 and −3, β = .1: token rewards −.05 and 1 − .1; V = .5 and
     # .25
-    def row(*values):
-        return (np.asarray(values, np.float32),)
-
-    batch = dataclasses.replace(
-        batch_of([1.0]),
-        rollout_log_probs=row(0, -1, -2),
-        ref_log_probs=row(0, -1.5, -3),
-        old_values=row(9, 0.5, 0.25),
-    )
-    critic = CriticConfig()
-    found, metrics = add_advantages(
-        batch,
-        rl_config(
-            critic=critic, advantage="gae", kl_coef=0.1, advantage_params={"lam": 0.5, "whiten": False}
-        ),
-    )
+    rows = {"ref_log_probs": floats([0, -1.5, -3]), "old_values": floats([9, 0.5, 0.25])}
+    batch = dataclasses.replace(batch_of([1.0]), **rows)
+    params = {"lam": 0.5, "whiten": False}
+    configure = functools.partial(rl_config, critic={}, advantage="gae", advantage_params=params)
+    found, metrics = add_advantages(batch, configure(kl_coef=0.1))
     # δ = (−.05 + .25 − .5, .9 − .25) = (−.3, .65); A = (−.3 + .5·.65, .65); returns A + V
     np.testing.assert_allclose(found.advantages[0], [0.0, 0.025, 0.65], rtol=1e-5)
     np.testing.assert_allclose(found.returns[0], [0.0, 0.525, 0.9], rtol=1e-5)
-    assert found.mean_advantages is not None
-    np.testing.assert_allclose(found.mean_advantages, [0.3375], rtol=1e-5)
+    np.testing.assert_allclose([*found.mean_advantages, metrics["advantage/abs_mean"]], 0.3375, rtol=1e-5)
     assert metrics["kl/ref_per_sample"] == pytest.approx(1.5)
-    assert metrics["advantage/abs_mean"] == pytest.approx(0.3375, rel=1e-5)
-    free, _ = add_advantages(
-        batch, rl_config(critic=critic, advantage="gae", advantage_params={"lam": 0.5, "whiten": False})
-    )
+    free, _ = add_advantages(batch, configure())
     np.testing.assert_allclose(free.returns[0], [0.0, 0.5 + (-0.25 + 0.5 * 0.75), 1.0], rtol=1e-5)
 
 
 def test_reinforce_pp_by_token_answers_for_the_kl_of_a_token_and_of_those_after_it():
     """KL .5 and 1 in the first row, none in the second; without a KL term it is reinforce_pp."""
-    references = tuple(np.asarray(row, np.float32) for row in ([0, -1.5, -3], [0, -1, -2]))
+    references = floats([0, -1.5, -3], [0, -1, -2])
     batch = dataclasses.replace(batch_of([1.0, 0.0]), ref_log_probs=references)
     found, plain, whole = (
         np.asarray(add_advantages(batch, rl_config(advantage=name, kl_coef=beta))[0].advantages)
@@ -172,7 +153,7 @@ def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters(
 
     config = rl_config(advantage="m:by_token", advantage_params={"scale": 0.5})
     batch, metrics = add_advantages(batch_of([1.0, -1.0]), config, {"m:by_token": by_token})
-    assert [row.tolist() for row in batch.advantages] == [[0.0, 0.5, 1.0], [0.0, -0.5, -1.0]]
+    np.testing.assert_array_equal(batch.advantages, np.outer([0.5, -0.5], [0, 1, 2]))
     expected = {"advantage/abs_mean": 0.75, "advantage/mean": 0.0, "advantage/std": 0.625**0.5}
     assert metrics == pytest.approx(expected)
     with pytest.raises(ConfigError, match=r"'m:by_token' is not one of grpo, .* pass a function of your own"):
@@ -192,10 +173,8 @@ def test_gdpo_is_refused_where_the_kl_term_would_be_lost():
 
 
 def test_an_advantage_that_fails_is_named():
-    with pytest.raises(
-        UserFunctionError,
-        match=r"rl\.advantage='gdpo' failed: ValueError: advantage 'gdpo' needs named rewards",
-    ):
+    said = r"rl\.advantage='gdpo' failed: ValueError: advantage 'gdpo' needs named rewards"
+    with pytest.raises(UserFunctionError, match=said):
         add_advantages(batch_of([1.0, 0.0]), rl_config(advantage="gdpo"))
     with pytest.raises(UserFunctionError, match=r"rl\.advantage='m:f' failed: ZeroDivisionError"):
         add_advantages(batch_of([1.0]), rl_config(advantage="m:f"), {"m:f": lambda inputs: 1 / 0})
@@ -238,12 +217,11 @@ loss = "gspo", loss_params = { kl_importance = true } | kl_importance = true
 loss = "gspo" |
 """)
 @pytest.mark.parametrize("kl", [{}, KL])
-def test_the_loss_is_named_with_the_numbers_of_the_config(settings: dict, params: dict, kl: dict[str, Any]):
-    spec = make_loss_spec(
-        rl_config(normalise_by="constant", **settings, **kl, **({"kl_in": "loss"} if kl else {}))
-    )
-    assert (spec.name, spec.params) == (settings.get("loss", "ppo_clip"), params | kl)
-    assert (spec.unit, spec.constant) == ("constant", 2 * 2 * 8)
+def test_the_loss_is_named_with_the_numbers_of_the_config(settings: dict, params: dict, kl):
+    kl_in = "loss" if kl else "reward"
+    spec = make_loss_spec(rl_config(normalise_by="constant", kl_in=kl_in, **settings, **kl))
+    name = settings.get("loss", "ppo_clip")
+    assert spec == LossSpec(name, params | kl, unit="constant", constant=2 * 2 * 8)
 
 
 def test_a_loss_of_sequences_trains_by_sequences_unless_another_unit_is_set_and_that_is_said():
@@ -264,27 +242,24 @@ TEACHER = {"teacher": "unused", "coef": 0.5}
 
 
 async def test_a_teachers_advantages_are_added_to_the_tasks_token_by_token():
-    config, rows = rl_config(advantage="centred"), batch_of([1.0, 0.0])
-    config = config.model_copy(update={"distillation": DistillationConfig(teacher="unused", coef=0.5)})
+    teacher = DistillationConfig(**TEACHER)
+    config = rl_config(advantage="centred").model_copy(update={"distillation": teacher})
     async with open_fake_backend() as backend:
+        rows = batch_of([1.0, 0.0])
         batch = await add_log_probs(rows, backend, None, None, config, FixedReference().score)
     batch, metrics = add_advantages(batch, config)
     # the policy's log-probs are −1 and −2, the teacher's −1.5: half of −0.5 and of +0.5
-    assert [row.tolist() for row in batch.advantages] == [[0.0, 0.25, 0.75], [0.0, -0.75, -0.25]]
+    np.testing.assert_array_equal(batch.advantages, [[0, 0.25, 0.75], [0, -0.75, -0.25]])
     assert metrics["kl/teacher"] == 0.0
 
 
 def test_without_a_reward_the_teacher_is_all_there_is_and_what_it_rules_out_needs_a_clip():
-    teacher = [[5.0, -1.5, -np.inf], [0.0, -1.0, -2.0]]  # of the second row it says nothing
-    rows = dataclasses.replace(
-        batch_of([0, 0]),
-        rewards=None,
-        teacher_log_probs=tuple(np.asarray(row, np.float32) for row in teacher),
-    )
+    teacher = floats([5.0, -1.5, -np.inf], [0.0, -1.0, -2.0])  # of the second row it says nothing
+    rows = dataclasses.replace(batch_of([0, 0]), rewards=None, teacher_log_probs=teacher)
     with pytest.raises(ModelError, match=r"advantages\[0\], token 2 is -inf.*rl\.distillation\.clip"):
         add_advantages(rows, rl_config(distillation=TEACHER))
     batch, metrics = add_advantages(rows, rl_config(distillation=TEACHER | {"clip": 0.5}))
-    assert [row.tolist() for row in batch.advantages] == [[0.0, -0.25, -0.5], [0.0, 0.0, 0.0]]
+    np.testing.assert_array_equal(batch.advantages, [[0, -0.25, -0.5], [0, 0, 0]])
     assert "kl/teacher" not in metrics, "an infinite one is absent"
 
 

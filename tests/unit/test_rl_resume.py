@@ -3,9 +3,8 @@ one.
 """
 
 import tomllib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -16,15 +15,15 @@ from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines.local import open_local_engine
 from rollouts.errors import ConfigError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
-from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.algorithm import count_updates
 from rollouts.loops.rl import run_rl_training
 from rollouts.models.load import resolve_model
 from rollouts.reference.score import open_frozen_reference
 from rollouts.testing.fakes import open_fake_backend
+from rollouts.testing.torch_contracts import assert_weights_equal
 from rollouts.types import Sample, SamplingParams
-from tests.support.fake_tokenizer import FakeTokenizer
 from tests.support.text_tables import cases
+from tests.unit.manager_runs import chat_generate
 from tests.unit.test_loops import MemoryLogger
 
 CONFIG = RLTrainingConfig.model_validate(
@@ -46,14 +45,12 @@ async def reward_low_bytes(sample: Sample) -> float:
     return float((sample.tokens[sample.loss_mask] < 128).mean())
 
 
-async def run(model: Path, config: RLTrainingConfig) -> tuple[list[dict[str, float]], dict[str, bytes]]:
+async def run(model: Path, config: RLTrainingConfig):
     """The rows of the steps, and the weights after them."""
     buffer = DataBuffer([{"prompt": f"prompt {number}"} for number in range(7)], seed=5)
-    options: dict[str, Any] = {"threads": 1, "autocast": "off", "deterministic": True}
+    options = {"threads": 1, "autocast": "off", "total_steps": config.steps * count_updates(config)}
     async with (
-        open_pytorch_backend(
-            model, optim=config.optim, total_steps=config.steps * count_updates(config), **options
-        ) as backend,
+        open_pytorch_backend(model, optim=config.optim, deterministic=True, **options) as backend,
         open_frozen_reference(model, device_thread=backend.device_thread) as reference,
         open_local_engine(
             backend.model,
@@ -64,21 +61,15 @@ async def run(model: Path, config: RLTrainingConfig) -> tuple[list[dict[str, flo
         ) as engine,
     ):
         manager = AsyncRolloutManager(
-            buffer, engine, generate=make_chat_generate(FakeTokenizer()), config=config.rollout,
-            reward=reward_low_bytes, filters=(), seed=5,
+            buffer, engine, generate=chat_generate, config=config.rollout, reward=reward_low_bytes, seed=5,
             sampling=SamplingParams(max_new_tokens=6, stop_token_ids=(257,)),
             policy_version=lambda: backend.weight_version, max_staleness=0,
         )  # fmt: skip
 
-        async def sync(backend, engines: Sequence[Any], version: int) -> Mapping[str, float]:
-            return {}
-
-        rows = await run_rl_training(
-            backend, buffer, manager, [engine], config, MemoryLogger(),
-            reference=reference, seed=5, sync_weights=sync,
-        )  # fmt: skip
-        weights = await backend.get_weights()
-        return rows, {name: value.float().numpy().tobytes() for name, value in weights.items()}
+        sync = AsyncMock(return_value={})
+        options = {"reference": reference, "seed": 5, "sync_weights": sync}
+        rows = await run_rl_training(backend, buffer, manager, [engine], config, MemoryLogger(), **options)
+        return rows, await backend.get_weights()
 
 
 @cases("""
@@ -97,18 +88,15 @@ async def test_updates_beyond_the_kl_limit_change_no_weight_and_the_run_goes_on(
         changes = {"steps": 3, "kl_limit": kl_limit, "optim": OptimConfig.model_construct(lr=rate)}
         found.append(await run(model, CONFIG.model_copy(update=changes)))
     (rows, weights), (_, expected) = found
-    assert weights == expected
-    undone = float(lr > 1)
-    assert [row["optim/undone"] for row in rows] == [undone] * 3
-    assert [row["optim/updates"] for row in rows] == [4 - 3 * undone] * 3
-    assert all((row["kl/update"] > limit) == undone for row in rows)
+    assert_weights_equal(weights, expected)
+    undone = lr > 1
+    found = [(row["optim/undone"], row["optim/updates"], row["kl/update"] > limit) for row in rows]
+    assert found == [(undone, 4 - 3 * undone, undone)] * 3
 
 
 async def test_a_resumed_run_under_a_controller_must_be_given_its_coefficient():
-    unused: Any = None
     said = r"rl\.kl_control='proportional.*' after 3 steps needs the coefficient it had come to; pass state="
+    options = {"sync_weights": None, "completed_steps": 3}
     async with open_fake_backend() as backend:
         with pytest.raises(ConfigError, match=said):
-            await run_rl_training(
-                backend, unused, unused, [], CONFIG, MemoryLogger(), sync_weights=unused, completed_steps=3
-            )
+            await run_rl_training(backend, None, None, [], CONFIG, MemoryLogger(), **options)

@@ -2,20 +2,19 @@
 
 import errno
 import fcntl
-import json
 import os
-import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 
-from rollouts.config.load import load_config
+from rollouts.config.schema import RunConfig
 from rollouts.errors import RunDirError
-from rollouts.preflight.run_directory import check_run_dir, check_unlocked, lock_run_dir
+from rollouts.preflight.run_directory import check_run_dir, lock_run_dir
 from rollouts.run_dir import RunDir, describe_activity, find_activity, is_locked
 from tests.support.text_tables import cases
 
@@ -30,6 +29,9 @@ code = "import sys; print('here', flush=True); sys.stdin.read()"
 child = subprocess.Popen([sys.executable, "-c", code], close_fds=False)
 sys.stdin.read()
 """
+
+
+check_unlocked = partial(check_run_dir, config=RunConfig(), resume=True)
 
 
 def test_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path):
@@ -49,20 +51,18 @@ def test_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path):
 def test_the_lock_ends_with_kill_9_though_a_started_program_lives_on(tmp_path):
     run_dir = RunDir(tmp_path)
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None and holder.stdin is not None
-    assert holder.stdout.readline() == "here\n"  # of the child, which has inherited what a child inherits
-    with pytest.raises(RunDirError, match=f"process {holder.pid} on"):
-        lock_run_dir(run_dir)
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
-    os.close(lock_run_dir(run_dir))
-    holder.stdin.close()  # ends the child
-    holder.stdout.close()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "here\n"  # of the child, which has inherited what a child inherits
+        with pytest.raises(RunDirError, match=f"process {holder.pid} on"):
+            lock_run_dir(run_dir)
+        holder.kill()
+        holder.wait()
+        os.close(lock_run_dir(run_dir))  # the child ends with the pipe
 
 
 def test_the_lock_ends_with_the_run_though_a_forked_child_lives_on(tmp_path):
-    descriptor, other = lock_run_dir(RunDir(tmp_path / "run")), lock_run_dir(RunDir(tmp_path / "other"))
+    run_dir = RunDir(tmp_path / "run")
+    descriptor, other = lock_run_dir(run_dir), lock_run_dir(RunDir(tmp_path / "other"))
     os.close(other)
     reused = os.open(os.devnull, os.O_RDONLY)
     assert reused == other
@@ -81,9 +81,9 @@ def test_the_lock_ends_with_the_run_though_a_forked_child_lives_on(tmp_path):
     os.close(say)
     assert os.read(here, 10) == b"open"
     with pytest.raises(RunDirError, match="is in use by"):
-        lock_run_dir(RunDir(tmp_path / "run"))
+        lock_run_dir(run_dir)
     os.close(descriptor)
-    os.close(lock_run_dir(RunDir(tmp_path / "run")))
+    os.close(lock_run_dir(run_dir))
     os.close(tell)
     assert os.waitpid(child, 0)[1] == 0
     for number in (told, here, reused):
@@ -92,7 +92,7 @@ def test_the_lock_ends_with_the_run_though_a_forked_child_lives_on(tmp_path):
 
 @cases("error: ENOSYS ENOLCK EOPNOTSUPP")
 def test_a_file_system_without_locks_is_warned_of_and_used(tmp_path, monkeypatch, caplog, error):
-    refuse_with(monkeypatch, fcntl, "flock", getattr(errno, error))
+    monkeypatch.setattr(fcntl, "flock", refusing(getattr(errno, error)))
     os.close(lock_run_dir(RunDir(tmp_path)))
     check_unlocked(RunDir(tmp_path))
     assert f"the file system of {tmp_path} has no locks" in caplog.text
@@ -100,18 +100,15 @@ def test_a_file_system_without_locks_is_warned_of_and_used(tmp_path, monkeypatch
 
 
 def test_a_disk_without_room_for_the_holders_name_is_locked_all_the_same(tmp_path, monkeypatch):
-    refuse_with(monkeypatch, os, "pwrite", errno.ENOSPC)
+    monkeypatch.setattr(os, "pwrite", refusing(errno.ENOSPC))
     descriptor = lock_run_dir(RunDir(tmp_path))
     with pytest.raises(RunDirError, match=r"in use by a process that .* does not name"):
         check_unlocked(RunDir(tmp_path))
     os.close(descriptor)
 
 
-def refuse_with(monkeypatch: pytest.MonkeyPatch, owner: ModuleType, name: str, number: int):
-    def refuse(*_args: object):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(owner, name, refuse)
+def refusing(number: int) -> Mock:
+    return Mock(side_effect=OSError(number, os.strerror(number)))
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
@@ -123,9 +120,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
 
 
 def test_a_directory_that_holds_only_a_lock_is_empty(tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text("[sft]\nsteps = 1\n[sft.data]\nkind = 'jsonl'\npath = 'x.jsonl'\n")
-    config, run_dir = load_config(file), RunDir(tmp_path / "run")
+    config, run_dir = RunConfig(), RunDir(tmp_path / "run")
     descriptor = lock_run_dir(run_dir)
     check_run_dir(run_dir, config, resume=False, locked=True)
     with pytest.raises(RunDirError, match="in use by"):
@@ -169,7 +164,7 @@ def test_a_run_is_at_work_here_while_its_lock_is_held(tmp_path):
 
 def test_a_lock_of_another_machine_that_is_not_seen_proves_nothing_until_there_is_a_summary(tmp_path):
     run_dir = RunDir(tmp_path)
-    run_dir.lock.write_text(json.dumps({"pid": 7, "host": "no\x1b[2Jde3"}))
+    run_dir.lock.write_text(r'{"pid": 7, "host": "no\u001b[2Jde3"}')
     assert find_activity(run_dir).host == "no\\x1b[2Jde3"
     run_dir.lock.write_text('{"pid": 7, "host": "node3"}\n')
     activity = find_activity(run_dir)
@@ -189,7 +184,7 @@ def test_without_locks_a_run_may_be_at_work_until_it_has_a_summary(
     tmp_path, monkeypatch, holder, elsewhere: bool
 ):
     run_dir = RunDir(tmp_path)
-    refuse_with(monkeypatch, fcntl, "flock", errno.ENOSYS)
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOSYS))
     run_dir.lock.write_text(holder)
     activity = find_activity(run_dir)
     assert (activity.state, activity.elsewhere, activity.certain) == ("perhaps running", elsewhere, False)

@@ -3,6 +3,7 @@ the weights that there are.
 """
 
 import errno
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from integration_training.reports import is_evaluated, print_report, write_atomically
-from integration_training.stages import sync_at_start
+from integration_training.run import print_report, write_atomically
+from integration_training.stages import is_evaluated, sync_at_start
 from rollouts.errors import StorageError
 from rollouts.run_dir import RunDir
 from tests.support.recorded_writes import record_writes
@@ -20,28 +21,28 @@ from tests.support.text_tables import cases
 
 
 def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_the_call_returns(tmp_path, monkeypatch):
-    calls = record_writes(monkeypatch, "replace")
-    write_atomically(tmp_path / "config.toml", "a = 1\n")
+    calls, file = record_writes(monkeypatch, "replace"), tmp_path / "config.toml"
+    write_atomically(file, "a = 1\n")
     assert calls == ["fsync .tmp-config.toml", "replace config.toml", f"fsync {tmp_path.name}"]
-    assert (tmp_path / "config.toml").read_text() == "a = 1\n"
+    assert file.read_text() == "a = 1\n"
 
 
 def test_a_file_that_cannot_be_synced_leaves_the_old_one(tmp_path, monkeypatch):
-    write_atomically(tmp_path / "config.toml", "a = 1\n")
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+    file = tmp_path / "config.toml"
+    write_atomically(file, "a = 1\n")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(StorageError, match=r"config\.toml cannot be written .*Input/output error"):
-        write_atomically(tmp_path / "config.toml", "a = 2\n")
+        write_atomically(file, "a = 2\n")
     with pytest.raises(StorageError, match="it is no plain file"):
         write_atomically(Path(os.devnull), "")
-    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
-    assert (tmp_path / "config.toml").read_text() == "a = 1\n"
+    assert [*tmp_path.iterdir()] == [file] and file.read_text() == "a = 1\n"
 
 
 def test_the_end_shows_failed_samples_and_needs_nobody_who_reads_it(tmp_path, monkeypatch, capsys):
-    run: Any = SimpleNamespace(run_dir=RunDir(tmp_path))
+    run = SimpleNamespace(run_dir=RunDir(tmp_path))
     row = '{"stage": "eval-rl", "prompt": "p", "response": "%s", "step": %d}\n'
     run.run_dir.samples.write_text(row % ("of an older step", 1) + row % ("\\u001b[2J", 2))
-    summary = {"accuracy": {}, "mode": "rl", "wall_s": 9, "peak_rss_gib": 1}
+    summary = json.loads('{"accuracy": {}, "mode": "rl", "wall_s": 9, "peak_rss_gib": 1}')
     print_report(run, summary)
     said = capsys.readouterr().out
     assert "  response  \\x1b[2J\n  reward    none: the sample failed\n" in said and "older" not in said
@@ -63,15 +64,12 @@ def test_an_evaluation_counts_unless_its_step_was_trained_again_since(
     tmp_path, attempt, trained, counts: bool
 ):
     run_dir = RunDir(tmp_path)
-    run: Any = SimpleNamespace(run_dir=run_dir, rows=SimpleNamespace(held_out=["a prompt"]))
+    run = SimpleNamespace(run_dir=run_dir, rows=SimpleNamespace(held_out=["a prompt"]))
     assert not is_evaluated(run, "rl", 4)
-    lines = ['{"stage": "sft", "attempt": 9, "step": 1}\n']
-    for place in trained.split():
-        of_row, _, step = place.partition(":")
-        lines.append(f'{{"stage": "rl", "attempt": {of_row}, "step": {step}}}\n')
-    run_dir.metrics.write_text("".join(lines))
-    row = f'{{"stage": "rl", "attempt": {attempt}, "step": 4, "name": "heldout"}}\n'
-    run_dir.evaluations.write_text(row)
+    row = '{{"stage": "{}", "attempt": {}, "step": {}, "name": "heldout"}}\n'.format
+    rows = [row("rl", *place.split(":")) for place in trained.split()]
+    run_dir.metrics.write_text(row("sft", 9, 1) + "".join(rows))
+    run_dir.evaluations.write_text(row("rl", attempt, 4))
     assert is_evaluated(run, "rl", 4) == counts
     assert not is_evaluated(run, "rl", 3)
     run.rows.held_out = []
@@ -90,15 +88,14 @@ async def test_the_engine_is_only_as_old_as_it_was_saved_where_steps_follow(
     """A run that was cut between two updates may be resumed with the steps it has: they are evaluated."""
     synced = []
 
-    def record(kind, *, answer=None):
+    def record(kind):
         async def sync(*arguments):
             synced.append(f"{kind} {arguments[-1]}")
-            return answer
 
         return sync
 
-    monkeypatch.setattr("integration_training.stages.sync_as_saved", record("saved", answer=False))
-    opened: Any = SimpleNamespace(backend=None, engine=object(), sync_weights=record("trainer's"))
+    monkeypatch.setattr("integration_training.stages.sync_as_saved", record("saved"))
+    opened = SimpleNamespace(backend=None, engine=object(), sync_weights=record("trainer's"))
     opened.newest, opened.completed = (tmp_path / newest, 5) if newest else (None, 0)
     opened.section = SimpleNamespace(steps=9 if trains else 5)
     await sync_at_start(opened)

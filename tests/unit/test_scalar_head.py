@@ -5,24 +5,24 @@ process.
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoModelForSequenceClassification
 
 from rollouts.data.scores import make_score_batch, read_scores
 from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.models.forward_plan import plan_forward
+from rollouts.models.layers import get_scalar_weight, has_scalar_head, set_padding_token
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.padded import pad_rows
-from rollouts.models.scalar_head import get_scalar_weight, has_scalar_head, set_padding_token
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec, RolloutBatch
 from tests.support import plain_backend
+from tests.support.made_updates import floats
 from tests.support.plain_backend import assert_gradients_close, save_scalar, take_gradients
 from tests.support.text_tables import cases
 from tests.unit.test_architectures import FORMS
@@ -46,26 +46,15 @@ def scalar(causal, tmp_path_factory) -> dict[str, Path]:
     return {kind: save_scalar(kind, folder / kind) for kind in causal}
 
 
-def open_backend(path: Path, **options) -> Any:
+def open_backend(path: Path, **options):
     return plain_backend.open_backend(load_hf_model(path, head="scalar"), **options)
 
 
 def make_critic_batch() -> RolloutBatch:
     """make_batch with random returns and old values."""
     batch, rng = make_batch(), np.random.default_rng(100)
-    returns, old = (
-        tuple(rng.normal(size=len(row)).astype(np.float32) for row in batch.tokens) for _ in range(2)
-    )
+    returns, old = (floats(*(rng.normal(size=len(row)) for row in batch.tokens)) for _ in range(2))
     return dataclasses.replace(batch, returns=returns, old_values=old)
-
-
-def slow_values(model, batch: RolloutBatch) -> list[Tensor]:
-    """[T_i] of every row by itself: at t the head on the decoder's state at t − 1; 0 at t = 0."""
-    rows = []
-    for ids in map(torch.from_numpy, batch.tokens):
-        states = model.base_model(input_ids=ids[None]).last_hidden_state[0]
-        rows.append(torch.cat([states.new_zeros(1), model.score(states)[:-1, 0]]))
-    return rows
 
 
 # --- loading ------------------------------------------------------------------------------------------------
@@ -76,8 +65,8 @@ def test_a_causal_model_gets_a_head_of_zero_and_keeps_its_decoder(kind, causal):
     model, original = load_hf_model(causal[kind], head="scalar"), load_hf_model(causal[kind])
     theirs = dict(original.named_parameters()) | {"score.weight": torch.zeros(1, 64)}
     theirs.pop("lm_head.weight", None)
-    assert (has_scalar_head(model), has_scalar_head(original), model.training) == (True, False, False)
-    assert model.config.num_labels == 1
+    assert has_scalar_head(model) and not has_scalar_head(original)
+    assert (model.training, model.config.num_labels) == (False, 1)
     contract.assert_weights_equal(dict(model.named_parameters()), theirs)
 
 
@@ -107,16 +96,14 @@ def test_what_is_no_score_is_refused():
     with pytest.raises(DataError, match=r"sequences\[1\] has no token"):
         make_score_batch([np.array([5]), np.array([], np.int64)])
     with pytest.raises(DataError, match=r"loss_masks\[0\] trains 2 tokens.*make_score_batch"):
-        read_scores(
-            [np.zeros(2, np.float32)], dataclasses.replace(batch, loss_masks=(np.array([True, True]),))
-        )
+        read_scores([np.zeros(2, np.float32)], dataclasses.replace(batch, loss_masks=(np.ones(2, bool),)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_scores_of_a_trained_and_saved_model_are_those_of_transformers(kind, scalar, tmp_path):
     rng = np.random.default_rng(3)
     start = rng.integers(0, 256, 6)
-    sequences = [np.concatenate([start, rng.integers(0, 256, length)]) for length in (1, 4, 20, 4)]
+    sequences = [np.append(start, rng.integers(0, 256, length)) for length in (1, 4, 20, 4)]
     sequences.append(rng.integers(0, 256, 3))
     batch = make_score_batch(sequences)
     async with open_backend(scalar[kind], tokenizer=load_tokenizer(scalar[kind])) as backend:
@@ -139,17 +126,15 @@ async def test_scores_of_a_trained_and_saved_model_are_those_of_transformers(kin
 async def test_every_split_has_the_gradient_of_a_plain_forward_of_each_row(kind, scalar):
     """Of ½·max((v − R)², (clip(v) − R)²), to a part of its norm."""
     batch = make_critic_batch()
-    assert batch.returns is not None and batch.old_values is not None
     model = load_hf_model(scalar[kind], head="scalar")
-    terms = []
-    for row, values in enumerate(slow_values(model, batch)):
-        mask = batch.loss_masks[row]
-        returns, old = (
-            torch.from_numpy(field[row][mask]).double() for field in (batch.returns, batch.old_values)
-        )
-        clipped = torch.minimum(torch.maximum(values[mask], old - 0.3), old + 0.3)
-        terms.append(0.5 * torch.maximum((values[mask] - returns) ** 2, (clipped - returns) ** 2))
-    wanted = torch.cat(terms).mean()
+    mask = np.concatenate(batch.loss_masks)
+    rows = (model.base_model(input_ids=torch.from_numpy(ids)[None]) for ids in batch.tokens)
+    # of every row by itself: at t the head on the decoder's state at t − 1; 0 at t = 0
+    values = torch.cat([pad(model.score(row.last_hidden_state)[0, :-1, 0], (1, 0)) for row in rows])[mask]
+    fields = batch.returns, batch.old_values
+    returns, old = (torch.from_numpy(np.concatenate(rows)[mask]) for rows in fields)
+    clipped = values.clamp(old - 0.3, old + 0.3)
+    wanted = 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2).mean()
     wanted.backward()
     for options in FORMS:
         async with open_backend(scalar[kind], **options) as backend:
@@ -173,7 +158,7 @@ def test_a_scalar_model_runs_as_its_causal_model_does(kind, causal):
 
 
 def test_a_model_that_sees_others_or_the_future_is_found_out_though_its_head_is_zero(causal):
-    def spoil(change) -> Any:
+    def spoil(change):
         model = load_hf_model(causal["llama"], head="scalar")
 
         def hook(module, inputs, output):
@@ -201,10 +186,9 @@ async def test_a_scalar_backend_keeps_the_contract(promise, scalar, tmp_path):
 
 async def test_a_loss_that_needs_entropy_says_that_there_is_none(scalar):
     async with open_backend(scalar["byte"]) as backend:
-        error = await contract.raised_by(
-            backend.forward_backward(make_batch(), LossSpec("ppo_clip", {"entropy_coef": 0.1}))
-        )
-    assert isinstance(error, ConfigError) and "entropy" in str(error), error
+        spec = LossSpec("ppo_clip", {"entropy_coef": 0.1})
+        error = await contract.raised_by(backend.forward_backward(make_batch(), spec), ConfigError)
+    assert "entropy" in str(error)
 
 
 def test_the_padding_token_is_the_tokenizers_unless_it_ends_answers(causal, tmp_path):

@@ -3,9 +3,9 @@
 import pytest
 
 from rollouts.schedules import choose_at_step, interpolate_cosine, interpolate_linear
-from tests.support.text_tables import cases
+from tests.support.text_tables import cases, read_params
 
-SPAN = {"first": 1.0, "last": 0.2, "begin": 12, "end": 20}
+SPAN = read_params("first = 1.0, last = 0.2, begin = 12, end = 20")
 
 
 def test_each_piece_holds_from_its_step_on_and_all_steps_have_one():

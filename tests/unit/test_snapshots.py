@@ -7,10 +7,9 @@ import textwrap
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 import trio
@@ -18,38 +17,23 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from rollouts.backends.open import open_pytorch_backend
-from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import open_device_thread
 from rollouts.engines.local import open_local_engine
 from rollouts.errors import SnapshotError, WeightSyncError
-from rollouts.models.export import save_hf_model
+from rollouts.models.export import TensorFile, save_hf_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
-from rollouts.models.safetensors_file import TensorFile
 from rollouts.testing.fakes import ScriptedEngine, open_fake_backend
-from rollouts.testing.torch_contracts import assert_weights_equal
-from rollouts.types import LossSpec, RolloutBatch
-from rollouts.weight_sync.snapshots import (
-    DiskSnapshots,
-    clear_after_restart,
-    export_snapshot,
-    list_snapshots,
-)
+from rollouts.testing.torch_contracts import BATCH, assert_weights_equal, train
+from rollouts.weight_sync.snapshots import DiskSnapshots, clear_after_restart, export_snapshot, list_snapshots
 from rollouts.weight_sync.sync import WeightSync
 from rollouts.weight_sync.update import make_probe
 from tests.support.text_tables import cases
 
-OPTIM = OptimConfig(lr=1e-2)
-BATCH = RolloutBatch(tokens=(np.arange(1, 9),), loss_masks=(np.arange(8) >= 4,))
-
 
 def open_backend(model_path: Path):
-    return open_pytorch_backend(model_path, optim=OPTIM, total_steps=10, threads=1, autocast="off")
-
-
-async def train(backend: PyTorchTrainingBackend):
-    backend.forward_backward(BATCH, LossSpec("sft"))
-    await backend.optim_step()
+    optim = OptimConfig(lr=1e-2)
+    return open_pytorch_backend(model_path, optim=optim, total_steps=10, threads=1, autocast="off")
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -66,12 +50,10 @@ async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(ki
         held = await DiskSnapshots(tmp_path).hold(backend)
         await backend.device_thread.submit(lambda: save_hf_model(backend.model, tmp_path / "saved"))
         await train(backend)
-        assert held is not None
         again = await export_snapshot(held, tmp_path / "v2", shard_bytes=50_000)
         moved = await export_snapshot(backend, tmp_path / "v3", shard_bytes=50_000)
     assert again.digest == made.digest != moved.digest
-    saved, written = read_tensors(tmp_path / "saved"), read_tensors(path)
-    assert_weights_equal(written, saved)
+    assert_weights_equal(read_tensors(path), read_tensors(tmp_path / "saved"))
     assert (path / "config.json").read_bytes() == (tmp_path / "saved/config.json").read_bytes()
     shards, manifest = sorted(path.glob("*.safetensors")), json.loads((path / "manifest.json").read_text())
     assert len(shards) > 3 and sum(shard.stat().st_size for shard in shards) == made.weight_bytes
@@ -90,14 +72,12 @@ async def test_a_snapshot_is_a_model_directory_in_the_dtype_that_engines_serve(t
         weights = await backend.get_weights()
     loaded = load_hf_model(tmp_path / "v0", dtype=torch.bfloat16)
     assert json.loads((tmp_path / "v0/config.json").read_text())["dtype"] == "bfloat16"
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, weights[name].to(torch.bfloat16)), name
+    wanted = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
+    assert_weights_equal(dict(loaded.named_parameters()), wanted)
     assert load_tokenizer(tmp_path / "v0").chat_template == load_tokenizer(model_path).chat_template
 
 
-async def test_a_snapshot_that_was_made_before_is_verified_and_an_earlier_run_s_is_never_served(
-    tmp_path,
-):
+async def test_a_snapshot_that_was_made_before_is_verified_and_an_earlier_run_s_is_never_served(tmp_path):
     folder = tmp_path / "weights"
     for name in ("v3", "v4", "v4-2", "v5", ".tmp-v5-0a", "other"):
         (folder / name).mkdir(parents=True)
@@ -119,12 +99,9 @@ async def test_a_snapshot_that_was_made_before_is_verified_and_an_earlier_run_s_
 
 
 async def test_a_full_disk_fails_the_snapshot_and_not_the_backend(tmp_path, monkeypatch):
-    def refuse(self, name, tensor):
-        raise OSError(28, "No space left on device")
-
     async with open_backend(resolve_model("tiny:byte")) as backend:
         with monkeypatch.context() as patch:
-            patch.setattr("rollouts.models.safetensors_file.TensorFile.append", refuse)
+            patch.setattr(TensorFile, "append", Mock(side_effect=OSError(28, "No space left on device")))
             with pytest.raises(SnapshotError, match="No space left"):
                 await export_snapshot(backend, tmp_path / "w/v1")
         assert list((tmp_path / "w").iterdir()) == []
@@ -136,7 +113,7 @@ KILLED = """
     import os, signal, sys
     from pathlib import Path
     import torch, trio
-    from rollouts.models.safetensors_file import TensorFile
+    from rollouts.models.export import TensorFile
     from rollouts.weight_sync import snapshots
 
     class Backend:  # no model, so that transformers need not be imported
@@ -168,16 +145,16 @@ KILLED = """
 
 def test_a_process_killed_while_it_writes_leaves_no_snapshot(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    killed = "nowhere 0 shard -9 manifest -9 rename -9"
-    assert " ".join(done.stdout.split()) == killed, done.stderr
+    said = subprocess.check_output(command, text=True, timeout=300)
+    assert " ".join(said.split()) == "nowhere 0 shard -9 manifest -9 rename -9"
     assert (tmp_path / "nowhere/v1/manifest.json").exists()
     for where in ("shard", "manifest", "rename"):
-        (left,) = (tmp_path / where).iterdir()
-        assert left.name.startswith(".tmp-v1-") and list_snapshots(tmp_path / where) == []
+        folder = tmp_path / where
+        (left,) = folder.iterdir()
+        assert left.name.startswith(".tmp-v1-") and list_snapshots(folder) == []
         assert (left / "manifest.json").exists() == (where == "rename")
-        clear_after_restart(tmp_path / where, 5)
-        assert list((tmp_path / where).iterdir()) == []
+        clear_after_restart(folder, 5)
+        assert list(folder.iterdir()) == []
 
 
 async def test_a_shard_that_is_complete_after_the_export_was_cancelled_harms_nobody(tmp_path, monkeypatch):
@@ -227,9 +204,8 @@ async def test_an_embedded_engine_proves_new_weights_and_never_old_ones(kind):
     async with (
         open_backend(resolve_model(f"tiny:{kind}")) as backend,
         open_device_thread(name="engine", torch_threads=1) as thread,
-        open_local_engine(backend.model, device_thread=thread, mode="copied", max_rows=8) as opened,
+        open_local_engine(backend.model, device_thread=thread, mode="copied", max_rows=8) as engine,
     ):
-        engine: Any = opened
         # one that compares with the trainer, and one whose tolerance hides everything
         syncs = [WeightSync(make_probe(engine.features.vocab_size, tolerance=x)) for x in (1e-4, 100.0)]
         for version in (0, 1):
@@ -243,7 +219,7 @@ async def test_an_embedded_engine_proves_new_weights_and_never_old_ones(kind):
 
         async def begin_with_old():
             await begin()
-            take(list(old.items()))
+            take([*old.items()])
 
         engine.begin_update, engine.receive_bucket = begin_with_old, lambda bucket: None
         for sync, says in zip(

@@ -4,16 +4,15 @@ import itertools
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import trio
 
-from rollouts.engines.fleet import Member, open_fleet
 from rollouts.metrics import spans as spans_module
 from rollouts.metrics.spans import PhaseTimer, Span, SpanRecorder
 from rollouts.types import SamplingParams
+from tests.unit.fleet_engines import FakeEngine, fleet_of
 from tests.unit.manager_runs import chat_generate, make_run
-from tests.unit.test_fleet import FakeEngine, update
 
 
 def ticking(step: float, start: float = 0.0) -> Callable[[], float]:
@@ -25,8 +24,7 @@ def ticking(step: float, start: float = 0.0) -> Callable[[], float]:
 
 
 def test_the_phases_of_a_step_are_spans_of_the_trainer(monkeypatch):
-    clocks = SimpleNamespace(perf_counter=ticking(1.0), time=ticking(10.0, 1000.0))
-    monkeypatch.setattr(spans_module, "time", clocks)
+    monkeypatch.setattr(spans_module, "time", Mock(perf_counter=ticking(1.0), time=ticking(10.0, 1000.0)))
     timer = PhaseTimer()
     for name in ("generate", "train", "train"):  # a phase entered twice adds up
         with suppress(ValueError), timer.phase(name):
@@ -37,8 +35,7 @@ def test_the_phases_of_a_step_are_spans_of_the_trainer(monkeypatch):
 
 
 def test_spans_of_samples_are_given_out_if_they_were_kept_and_others_always(monkeypatch):
-    clocks = SimpleNamespace(perf_counter=ticking(1.0), time=lambda: 100.0)
-    monkeypatch.setattr(spans_module, "time", clocks)
+    monkeypatch.setattr(spans_module, "time", Mock(perf_counter=ticking(1.0), time=lambda: 100.0))
     recorder = SpanRecorder()
     recorder.add("generate", "vllm-0", 5.0, 2.0, id="a", tokens=3)
     recorder.add("reward", "rewards", 3.0, 1.0, id="a")
@@ -53,20 +50,20 @@ def test_spans_of_samples_are_given_out_if_they_were_kept_and_others_always(monk
     ]
     assert recorder.take() == []
     recorder.keep(["b"])
-    late = [span.id for span in recorder.take()]
-    assert late == ["b"], "a sample may train in a later step than the one it was generated in"
+    (late,) = recorder.take()
+    assert late.id == "b", "a sample may train in a later step than the one it was generated in"
 
 
 def test_what_is_held_is_bounded(monkeypatch):
     monkeypatch.setattr(spans_module, "HELD_IDS", 10)
     monkeypatch.setattr(spans_module, "HELD_SPANS", 5)
-    recorder = SpanRecorder()
-    for number in range(100):
-        recorder.add("generate", "local", 0.0, 0.0, id=f"s{number}")
+    recorder, names = SpanRecorder(), [f"s{number}" for number in range(100)]
+    for name in names:
+        recorder.add("generate", "local", 0.0, 0.0, id=name)
         recorder.add("checkpoint", "trainer", 0.0, 0.0)
     assert len(recorder.take()) == 5
-    recorder.keep(f"s{number}" for number in range(100))
-    assert [span.id for span in recorder.take()] == [f"s{number}" for number in range(90, 100)]
+    recorder.keep(names)
+    assert [span.id for span in recorder.take()] == names[-10:]
 
 
 # --- requests, rewards --------------------------------------------------------------------------------------
@@ -78,8 +75,7 @@ async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_
     """Two engines of 2 s and 3 s a request; a generate function of one's own that asks twice; a reward of 1
     s.
     """
-    clocks = SimpleNamespace(perf_counter=trio.current_time, time=trio.current_time)
-    monkeypatch.setattr(spans_module, "time", clocks)
+    monkeypatch.setattr(spans_module, "time", Mock(perf_counter=trio.current_time, time=trio.current_time))
     began, recorder = trio.current_time(), SpanRecorder()
 
     async def ask_twice(sample, engine, sampling):
@@ -91,9 +87,8 @@ async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_
         return 1.0
 
     seconds = {"engine-0": 2.0, "engine-1": 3.0}
-    members = [Member(FakeEngine(name, seconds=duration)) for name, duration in seconds.items()]
-    async with open_fleet(members, warn=print) as fleet:
-        update(fleet, 0)
+    engines = [FakeEngine(name, seconds=duration) for name, duration in seconds.items()]
+    async with fleet_of(*engines) as fleet:
         options = {"num_prompts": 1, "sampling": SamplingParams(max_new_tokens=1), "spans": recorder}
         run = make_run(engine=fleet, generate=ask_twice, reward=reward, **options)
         batch = await run.manager.generate_batch()
@@ -101,10 +96,10 @@ async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_
     spans = recorder.take()
     for sample in batch.samples:
         mine = [span for span in spans if span.id == sample.id]
-        tracks = [span.track for span in mine[:2]]
-        then, scored = began + seconds[tracks[0]], began + seconds[tracks[0]] + seconds[tracks[1]]
+        first, second = (span.track for span in mine[:2])
+        then = began + seconds[first]
         assert mine == [
-            Span("generate", tracks[0], began, seconds[tracks[0]], sample.id, 1),
-            Span("generate", tracks[1], then, seconds[tracks[1]], sample.id, 1),
-            Span("reward", "rewards", scored, 1.0, sample.id),
+            Span("generate", first, began, seconds[first], sample.id, 1),
+            Span("generate", second, then, seconds[second], sample.id, 1),
+            Span("reward", "rewards", then + seconds[second], 1.0, sample.id),
         ]

@@ -17,8 +17,9 @@ from rollouts.backends.scripts import save_training
 from rollouts.backends.state import Position, hold_state, read_state
 from rollouts.errors import CheckpointError
 from rollouts.ranks.meet import Ranks
+from rollouts.testing.torch_contracts import assert_weights_equal
 from tests.support.plain_backend import open_backend
-from tests.support.text_tables import cases
+from tests.support.text_tables import cases, read_params
 
 NAME, KEY = "model.norm.weight", "exp_avg/model.norm.weight"
 SECOND = "optimizer-1-of-2.safetensors"
@@ -27,21 +28,19 @@ KINDS = ("exp_avg", "exp_avg_sq")
 ALONE = Ranks(0, 1, 1, torch.device("cpu"))
 
 
-def make_model(vocab_size: int = 11) -> LlamaForCausalLM:
+def make_model(vocab_size=11) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=vocab_size, num_hidden_layers=1, **sizes, tie_word_embeddings=True)
-    return LlamaForCausalLM(config)
+    sizes = read_params("hidden_size = 8, intermediate_size = 12, num_attention_heads = 2")
+    sizes |= {"vocab_size": vocab_size, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
 
 
 def make_moments(model: PreTrainedModel) -> dict[str, Tensor]:
     """exp_avg/NAME and exp_avg_sq/NAME, no two elements equal."""
-    shapes = {f"{kind}/{name}": one for name, one in model.named_parameters() for kind in KINDS}
-    ends = torch.tensor([one.numel() for one in shapes.values()]).cumsum(0).tolist()
-    return {
-        key: torch.arange(end - one.numel(), end, dtype=torch.float32).view(one.shape)
-        for (key, one), end in zip(shapes.items(), ends, strict=True)
-    }
+    weights = {f"{kind}/{name}": one for name, one in model.named_parameters() for kind in KINDS}
+    sizes = [one.numel() for one in weights.values()]
+    values = torch.arange(float(sum(sizes))).split(sizes)
+    return {key: mine.view_as(weights[key]) for key, mine in zip(weights, values, strict=True)}
 
 
 def write_ranks(checkpoint: Path, moments: dict[str, Tensor], ranks: int) -> Path:
@@ -54,7 +53,7 @@ def write_ranks(checkpoint: Path, moments: dict[str, Tensor], ranks: int) -> Pat
         tensors = {"rng/cpu": torch.Generator().manual_seed(rank).get_state()}
         for key, whole in moments.items():
             rows = -(-len(whole) // ranks)
-            tensors[key] = whole[rank * rows : (rank + 1) * rows].contiguous()
+            tensors[key] = whole[rank * rows : (rank + 1) * rows]
             tensors[f"step/{key.partition('/')[2]}"] = torch.tensor(3.0)
         file = "optimizer.safetensors" if ranks == 1 else f"optimizer-{rank}-of-{ranks}.safetensors"
         save_file(tensors, state / file)
@@ -107,8 +106,8 @@ def test_ranks_that_are_new_draw_numbers_of_their_own_and_the_same_ones_every_ti
         states = read_state(tmp_path, model, Ranks(rank, 5, 5, torch.device("cpu"))).random_states
         return torch.rand(1, generator=torch.Generator().set_state(states["rng/cpu"])).item()
 
-    drawn = [draw(rank) for rank in range(5)]
-    assert drawn == [draw(rank) for rank in range(5)] and len(set(drawn)) == 5
+    drawn = [*map(draw, range(5))]
+    assert drawn == [*map(draw, range(5))] and len(set(drawn)) == 5
     saved = [torch.Generator().manual_seed(rank) for rank in (0, 1)]
     assert drawn[:2] == [torch.rand(1, generator=generator).item() for generator in saved]
 
@@ -183,12 +182,12 @@ def test_a_backend_goes_on_from_what_a_script_saved(tmp_path):
     optimizer.step()
     save_training(tmp_path, 3, model, optimizer, {})
 
-    async def load_in_backend():
+    async def check():
         async with open_backend(other) as backend:
-            await backend.load(tmp_path / "checkpoints" / "rl" / "step_3")
-            return await backend.get_weights(), backend.trainer.optimizer
+            await backend.load(tmp_path / "checkpoints/rl/step_3")
+            assert_weights_equal(await backend.get_weights(), dict(model.named_parameters()))
+            for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+                moment = backend.trainer.optimizer.state[theirs]["exp_avg"]
+                assert torch.equal(optimizer.state[mine]["exp_avg"], moment)
 
-    weights, loaded = trio.run(load_in_backend)
-    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, weights[name])
-        assert torch.equal(optimizer.state[mine]["exp_avg"], loaded.state[theirs]["exp_avg"])
+    trio.run(check)

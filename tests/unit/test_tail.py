@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import trio
 from rich.console import Console
-from trio.testing import MockClock, wait_all_tasks_blocked
+from trio.testing import wait_all_tasks_blocked
 
 from rollouts.cli import main
 from rollouts.inspect import tail
@@ -47,8 +47,7 @@ def test_the_screen_says_where_the_run_is(run, capsys, monkeypatch):
     odd = {"time/generate": 2.0, "optim/skipped_steps": 1, "fail/reward": 3}
     again = [row(2, attempt=2, **odd), row(3, attempt=2), row(4, attempt=2, time_unix=900.0)]
     write_rows(run / "metrics.jsonl", row(1), row(2), row(3, **odd), *again)
-    sample = row(2, id="a", status="completed", reward=1, response="x\x1b[2Jy\nz")
-    write_rows(run / "samples.jsonl", sample)
+    write_rows(run / "samples.jsonl", row(2, id="a", status="completed", reward=1, response="x\x1b[2Jy\nz"))
     write_rows(run / "spans.jsonl", *[row(2, name="generate", track="vllm", tokens=7)] * 2)
     (run / "run.lock").write_text('{"pid": 1, "host": "node3"}\n')  # so that it may go on
     assert main(["tail", str(run), "--once"]) == 0
@@ -72,11 +71,10 @@ def read_steps(metrics: Path, place: Place) -> tuple[list[int], Place]:
 
 def test_a_torn_line_that_the_next_attempt_repairs_is_no_row(metrics):
     append(metrics, line(2)[:20])
-    steps, place = read_steps(metrics, Place())
-    assert steps == [1]
+    first, place = read_steps(metrics, Place())
     append(metrics, line(2)[20:] + line(3)[:9])
-    steps, place = read_steps(metrics, place)
-    assert steps == [2]
+    second, place = read_steps(metrics, place)
+    assert (first, second) == ([1], [2])
     metrics.write_text(line(1) + line(2) + line(4, attempt=2))  # the torn line is cut off, and rows follow
     assert read_steps(metrics, place)[0] == [4]
 
@@ -90,28 +88,29 @@ def test_a_long_file_is_followed_from_its_end(metrics, monkeypatch):
 
 def test_a_row_of_another_writer_is_shown_as_far_as_it_goes(run, metrics, capsys):
     """No time, numbers that are none, a span and a sample without what they should have."""
-    odd = {"reward/mean": "NaN", "fail/reward": "many", "optim/skipped_steps": "x", "time/train": "long"}
-    append(metrics, line(2, **odd) + 'no row\n{"stage": "rl", "step": 3, "attempt": 1}\n')
+    odd = (
+        """{"reward/mean": "NaN", "fail/reward": "many", "optim/skipped_steps": "x", "time/train": "long"}"""
+    )
+    append(metrics, line(2, **json.loads(odd)) + 'no row\n{"stage": "rl", "step": 3, "attempt": 1}\n')
     write_rows(run / "spans.jsonl", {"name": "generate", "tokens": "many", "start_unix": None})
     write_rows(run / "samples.jsonl", {"reward": "NaN", "response": None, "status": "failed"})
     assert main(["tail", str(run), "--once"]) == 0
     assert "rl step 3 of 12, attempt 1\n" in capsys.readouterr().out
 
 
-def test_a_run_of_another_machine_is_followed_until_it_has_a_summary(run, metrics, capsys):
+async def test_a_run_of_another_machine_is_followed_until_it_has_a_summary(
+    run, metrics, capsys, autojump_clock
+):
     (run / "run.lock").write_text('{"pid": 1, "host": "node3"}\n')
 
-    async def finish():
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(follow, run, Console(width=200), 0.5, False)
-            await wait_all_tasks_blocked()
-            assert capsys.readouterr().out == "rl step 1 of 12  reward 0.100\n"
-            append(metrics, line(2))
-            await trio.sleep(1)
-            assert capsys.readouterr().out == "rl step 2 of 12  reward 0.200\n"
-            (run / "summary.json").write_text("{}")
-
-    trio.run(finish, clock=MockClock(autojump_threshold=0))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(follow, run, Console(width=200), 0.5, False)
+        await wait_all_tasks_blocked()
+        assert capsys.readouterr().out == "rl step 1 of 12  reward 0.100\n"
+        append(metrics, line(2))
+        await trio.sleep(1)
+        assert capsys.readouterr().out == "rl step 2 of 12  reward 0.200\n"
+        (run / "summary.json").write_text("{}")
     assert f"{run}: finished\n" in capsys.readouterr().out
 
 

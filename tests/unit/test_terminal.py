@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shlex
 import unicodedata
 from pathlib import Path
@@ -13,8 +14,7 @@ from rollouts.inspect.terminal import make_safe, write_lines
 from tests.support.text_tables import cases
 from tests.unit.run_rows import write_rows
 
-CLEAR = "\x1b[2J\x1b[H"
-NASTY = f"{CLEAR}\x1b]0;title\x07\x9b31m\r\x08\x7f\u202etxt.exe\u2066"
+NASTY = "\x1b[2J\x1b[H\x1b]0;title\x07\x9b31m\r\x08\x7f\u202etxt.exe\u2066"
 
 
 def is_steering(letter: str) -> bool:
@@ -24,23 +24,18 @@ def is_steering(letter: str) -> bool:
 
 
 # of Unicode: what begins or ends a run of another direction
-STEERING_CLASSES = ["LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"]
+STEERING_CLASSES = re.findall("[A-Z]+", "LRE RLE LRO RLO PDF LRI RLI FSI PDI")
 
 
 def test_every_character_that_steers_is_written_out_and_no_other():
-    for code in range(0x110000):
-        letter = chr(code)
-        assert (make_safe(letter) != letter) == is_steering(letter), hex(code)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+    for letter in map(chr, range(0x110000)):
+        assert (make_safe(letter) != letter) == is_steering(letter), ascii(letter)
 
 
 def test_lines_for_programs_are_safe_on_a_terminal_and_as_they_are_elsewhere(monkeypatch):
-    for out, expected in ((Terminal(), "a\\x1bb\n"), (io.StringIO(), "a\x1bb\n")):
-        monkeypatch.setattr("sys.stdout", out)
+    for is_terminal, expected in ((True, "a\\x1bb\n"), (False, "a\x1bb\n")):
+        monkeypatch.setattr("sys.stdout", out := io.StringIO())
+        monkeypatch.setattr(out, "isatty", lambda is_terminal=is_terminal: is_terminal)
         write_lines("a\x1bb\n")
         assert out.getvalue() == expected
 

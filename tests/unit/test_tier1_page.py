@@ -2,8 +2,6 @@
 
 import re
 import runpy
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +9,20 @@ import pytest
 
 from rollouts.cli import main
 from rollouts.models import sampling
-from tests.unit.server_engines import open_both
+from tests.unit.server_engines import open_engine
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "tier1.md").read_text("utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs/tier1.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
 ROWS = re.findall(r"^\| (`[a-zA-Z].*?) \| `(rollouts\.[a-z_.0-9]+)` \|", PAGE, flags=re.MULTILINE)
 
 
-def run_block(block: str, known: dict[str, Any]) -> dict[str, Any]:
+def run_block(block: str, known=None) -> dict[str, Any]:
     Path("block.py").write_text(block, "utf-8")
-    return {**known, **runpy.run_path("block.py", init_globals=known)}
+    return runpy.run_path("block.py", init_globals=known)
 
 
-@asynccontextmanager
-async def open_fake_engine(url: str, *, vocab_size: int) -> AsyncIterator[Any]:
-    options = {"vocab_size": vocab_size, "read_weights": lambda path: str(sorted(path.iterdir()))}
-    async with open_both("vllm", **options) as (_, engine):
-        yield engine
+def open_fake_engine(url: str, *, vocab_size: int):
+    return open_engine("vllm", vocab_size=vocab_size, read_weights=lambda path: str(sorted(path.iterdir())))
 
 
 def test_every_function_of_the_table_is_used_in_a_block():
@@ -39,39 +34,38 @@ def test_every_function_of_the_table_is_used_in_a_block():
 def test_the_blocks_give_what_the_page_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rollouts.engines.vllm.open_vllm_engine", open_fake_engine)
-    page: dict[str, Any] = {}
+    page = {}
     for block in BLOCKS[:-1]:
-        page = run_block(block, page)
+        page |= run_block(block, page)
     ours, theirs = (log_probs[page["mask"]] for log_probs in page["log_probs"])
     d = ours - theirs
     k3 = (-d).exp() - 1 + d
     kls = d, d**2 / 2, k3, k3.clamp(max=1e-4), k3 * theirs.exp()
     assert page["kls"] == pytest.approx([one.mean().item() for one in kls], rel=1e-3) and page["kls"][2] > 0
-    assert list(map(repr, page["again"])) == list(map(repr, page["batch"].samples))
+    assert repr([*page["again"]]) == repr([*page["batch"].samples])
     assert {sample.weight_versions[-1] for sample in page["from_server"]} == {1}
     assert main(["inspect", "run"]) == 0 and "heldout" in capsys.readouterr().out
 
 
 def test_the_script_ends_with_the_same_bits_when_it_was_killed(tmp_path, monkeypatch):
     assert len([line for line in BLOCKS[-1].splitlines() if line]) <= 40
-    complete, deadly = sampling.sample_completions, set[str]()
+    complete = sampling.sample_completions
 
     def complete_or_die(model, requests):
-        if requests[0].request_id in deadly:
-            deadly.clear()
+        if requests[0].request_id == "g00000004-s000":  # in step 3
             raise KeyboardInterrupt
         return complete(model, requests)
 
-    monkeypatch.setattr(sampling, "sample_completions", complete_or_die)
     ends = []
-    for name, killed in (("unbroken", set[str]()), ("killed", {"g00000004-s000"})):  # in step 3
+    for name in ("unbroken", "killed"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        deadly |= killed
-        for _ in range(1 + len(killed)):
-            with suppress(KeyboardInterrupt):
-                run_block(BLOCKS[-1], {})
-        assert not deadly
+        if name == "killed":
+            with monkeypatch.context() as patch:
+                patch.setattr(sampling, "sample_completions", complete_or_die)
+                with pytest.raises(KeyboardInterrupt):
+                    run_block(BLOCKS[-1])
+        run_block(BLOCKS[-1])
         last = Path("grpo/checkpoints/rl/step_4")
         ends.append({str(path.relative_to(last)): path.read_bytes() for path in last.rglob("*.*")})
     names = {"model.safetensors", "reference/model.safetensors", "state/optimizer.safetensors"}

@@ -2,33 +2,28 @@
 fit the model.
 """
 
-import json
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from rollouts.data.chat import tokenize_conversation
 from rollouts.errors import ModelError
-from rollouts.models.load import load_tokenizer, stop_token_ids
-from rollouts.models.tokenizers import check_tokenizer_fits, find_turn_end_ids
-from rollouts.types import ChatMessage
+from rollouts.models.load import check_tokenizer_fits, find_turn_end_ids, load_tokenizer, stop_token_ids
 from tests.support.text_tables import cases
 from tests.unit.chat_tokenizers import (
     CHATML,
     FAMILIES,
+    TALK,
     TEMPLATES,
     byte_tokenizer,
     family_sentencepiece,
     family_tokenizer,
     read_template,
 )
-
-QUESTION = ChatMessage(role="user", content="3+4?")
-ANSWER = ChatMessage(role="assistant", content="It is 7.")
+from tests.unit.test_models import edit_json
 
 
-def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
+def save(tokenizer, folder: Path) -> Path:
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -48,20 +43,15 @@ def test_a_template_from_a_file_takes_the_place_of_the_own_one_or_of_none(tmp_pa
     with pytest.raises(ModelError, match=wanted):
         load_tokenizer(folder)
     tokenizer = load_tokenizer(folder, chat_template=TEMPLATES / "plain.jinja")
-    conversation = tokenize_conversation([QUESTION, ANSWER], tokenizer)
+    conversation = tokenize_conversation(TALK[:2], tokenizer)
     (span,) = conversation.spans
     assert tokenizer.decode(conversation.token_ids[span]) == " It is 7.<|endoftext|>"
     assert stop_token_ids(tokenizer, folder) == (0,)
 
 
-def test_a_tokenizer_whose_answers_nothing_could_end_is_refused_unless_the_generation_config_names_a_stop(
-    tmp_path,
-):
-    endless = byte_tokenizer(CHATML.replace("<|im_end|>", ""))
-    folder = save(endless, tmp_path / "named")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    del config["eos_token"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+def test_a_tokenizer_whose_answers_nothing_could_end_is_refused_unless_a_config_names_a_stop(tmp_path):
+    folder = save(byte_tokenizer(CHATML.replace("<|im_end|>", "")), tmp_path / "named")
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
     (folder / "generation_config.json").write_text('{"eos_token_id": [1]}')
     assert stop_token_ids(load_tokenizer(folder), folder) == (1,)
     (folder / "generation_config.json").unlink()
@@ -103,18 +93,15 @@ def test_the_tokens_that_end_a_turn_are_found_by_writing_one(line):
 def test_generation_stops_where_sft_teaches_it_to(name, tmp_path):
     folder = save(family_tokenizer(name), tmp_path / "model")
     tokenizer = load_tokenizer(folder)
-    conversation = tokenize_conversation([QUESTION, ANSWER], tokenizer)
+    conversation = tokenize_conversation(TALK[:2], tokenizer)
     last_taught = int(conversation.token_ids[conversation.spans[0].stop - 1])
-    assert last_taught != tokenizer.eos_token_id
-    assert stop_token_ids(tokenizer, folder) == tuple(
-        sorted((tokenizer.convert_tokens_to_ids(FAMILIES[name].eos), last_taught))
-    )
+    assert tokenizer.eos_token == FAMILIES[name].eos and last_taught != tokenizer.eos_token_id
+    assert {*stop_token_ids(tokenizer, folder)} == {tokenizer.eos_token_id, last_taught}
 
 
 def test_a_template_that_ends_with_text_or_refuses_names_no_end():
-    assert find_turn_end_ids(byte_tokenizer(CHATML.replace("<|im_end|>", "."))) == ()
-    assert find_turn_end_ids(byte_tokenizer("{{ raise_exception('no') }}")) == ()
-    assert find_turn_end_ids(byte_tokenizer(None)) == ()
+    for template in (CHATML.replace("<|im_end|>", "."), "{{ raise_exception('no') }}", None):
+        assert find_turn_end_ids(byte_tokenizer(template)) == set()
 
 
 # --- vocabularies -------------------------------------------------------------------------------------------
@@ -124,9 +111,7 @@ def test_a_padded_vocabulary_is_fine_and_a_smaller_one_is_not():
     tokenizer = byte_tokenizer()  # 3 special tokens and 256 bytes: ids 0 to 258
     for size in (259, 320):
         check_tokenizer_fits(tokenizer, size, "model.name")
-    wanted = (
-        r"model\.name: the tokenizer's ids reach 258, the model's vocabulary has 258 \(0 to 257\); the first"
-    )
+    wanted = r"model\.name: the tokenizer's ids reach 258, the model's vocabulary has 258 \(0 to 257\); the"
     with pytest.raises(ModelError, match=wanted) as caught:
         check_tokenizer_fits(tokenizer, 258, "model.name")
     assert "'Ń' with id 258" in str(caught.value)  # the last of the byte alphabet

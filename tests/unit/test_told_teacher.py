@@ -1,5 +1,6 @@
 """A teacher that is told more than the policy: which rows it reads, and where what it says ends up."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,15 @@ from tests.unit.test_rl_batch import FixedReference
 
 def answer(name: str, mask: list[int]) -> Sample:
     """Tokens 10, 11, …; the policy's log-prob of those that train is −1."""
-    probs = -np.asarray(mask, np.float32)
-    arrays: Any = {"tokens": np.arange(10, 10 + len(mask)), "loss_mask": mask, "rollout_log_probs": probs}
+    arrays = {
+        "tokens": range(10, 10 + len(mask)),
+        "loss_mask": mask,
+        "rollout_log_probs": [-one for one in mask],
+    }
     return Sample(id=name, prompt="own", group_index=0, status=Status.COMPLETED, **arrays)
 
 
-def tell(context, *samples: Sample, **options) -> Any:
+def tell(context, *samples: Sample, **options):
     """A prompt is one token 7 per letter; prompt and response may have 9 together."""
     tell = {"tokenize": lambda sample: np.full(len(sample.prompt), 7), "limit": 9, "context": context}
     return score_told(convert_to_batch(samples), **{"score": FixedReference().score, **tell, **options})
@@ -38,7 +42,7 @@ async def test_a_response_is_scored_after_the_other_prompt_and_each_token_gets_i
 
     found = await tell(tell_a, answer("a", [0, 0, 1, 0, 1]), answer("b", [0, 1, 1]), score=score)
     assert seen == [[7, 7, 7, 12, 13, 14]], "from the first trained token on, what a tool said too"
-    assert [row.tolist() for row in found] == [[0, 0, -12, 0, -14], [0, -1, -1]], "or the policy's own"
+    np.testing.assert_equal(found, json.loads("[[0, 0, -12, 0, -14], [0, -1, -1]]"), "or the policy's own")
 
 
 @cases("""

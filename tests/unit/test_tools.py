@@ -37,7 +37,7 @@ def test_the_schema_is_the_signature_and_the_docstring():
 
 @cases("parameters: a a:int,b *a:int **a:int a:int,/ a:Callable[[],int] a:'Nowhere'")
 def test_a_function_that_json_cannot_call_is_refused(parameters):
-    made: dict[str, Any] = {"Callable": Callable}
+    made = {"Callable": Callable}
     exec(f"def f({parameters}): ...", made)  # noqa: S102
     with pytest.raises(
         PlugInError, match=r"^tool f: a model cannot call it .*; write a plain function whose"
@@ -84,14 +84,15 @@ TOOLS = [make_tool(nap), make_tool(down)]
 
 async def test_calls_overlap_and_answer_in_their_order_though_some_fail(autojump_clock, monkeypatch):
     calls = [("nap", {"seconds": one}) for one in (9, 2, 4)]
-    assert await use(TOOLS, [*calls, ("look", {})], timeout_s=5) == [
-        ("timeout", "Error: nap took longer than 5 s"),
-        ("failed", "Error: nap raised ValueError: woken"),
-        ("ok", '{"slept": 4.0}'),
-        ("unknown", "Error: there is no tool 'look'; the tools are nap, down"),
-    ]
+    found = await use(TOOLS, [*calls, ("look", {})], timeout_s=5)
+    assert [*map(list, found)] == read_cells("""
+        timeout | Error: nap took longer than 5 s
+        failed  | Error: nap raised ValueError: woken
+        ok      | {"slept": 4.0}
+        unknown | Error: there is no tool 'look'; the tools are nap, down
+    """)
     assert trio.current_time() == 5
-    call = {"id": "c", "function": {"name": "nap", "arguments": '{"seconds": 3}'}}
+    call = json.loads(r'{"id": "c", "function": {"name": "nap", "arguments": "{\"seconds\": 3}"}}')
     monkeypatch.setattr(worker, "OUTPUT_CHARS", 9)
     (result,) = await call_tools([call], TOOLS, timeout_s=5)
     assert (result.outcome, result.seconds) == ("too_long", 3)
@@ -130,10 +131,10 @@ async def test_whatever_a_sync_tool_does_becomes_words_and_nothing_is_left_behin
     before, module = find_descendants(), "rollouts.environments.worker"
     async with open_workers(count=2, timeout_s=1, memory_bytes=1 << 30, module=module) as workers:
         tools = [load_tool(f"{FILE}:{name}", workers) for name in ("calculate", "refuse", "spoil")]
-        for arguments, outcome, content in read_cells(IN_WORKERS):
+        for arguments, *wanted in read_cells(IN_WORKERS):
             name = "calculate" if '"a"' in arguments else "spoil" if "how" in arguments else "refuse"
             # the time is the workers'
-            assert await use(tools, [(name, arguments)], timeout_s=0.001) == [(outcome, content)]
+            assert await use(tools, [(name, arguments)], timeout_s=0.001) == [tuple(wanted)]
         with pytest.raises(EnvironmentFailed, match="spoil raised EnvironmentFailed: the database is down"):
             await use(tools, [("spoil", {"how": "fail"})])
         calls = [("calculate", {"a": one, "operator": "+"}) for one in range(5)]

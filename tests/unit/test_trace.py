@@ -1,14 +1,16 @@
 """spans.jsonl as a trace: events, lanes, counters, and what the command refuses."""
 
 import json
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollouts.cli import main
+from rollouts.inspect.commands import export_trace
 from rollouts.inspect.record import open_record
-from rollouts.inspect.trace import export_trace
 from tests.support.text_tables import cases
 from tests.unit.run_rows import write_rows
 
@@ -28,14 +30,14 @@ def run(tmp_path) -> Path:
     return tmp_path
 
 
-def export(run: Path, *rows: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def export(run: Path, *rows):
     """The trace's events by their kind; each event of a span has its `lane`, the name of its thread."""
     write_rows(run / "spans.jsonl", *rows)
     with open_record(run, points=True) as record:
         export_trace(record, run / "trace.json")
     trace = json.loads((run / "trace.json").read_text())
     assert trace["traceEvents"][0]["args"] == {"name": run.name}
-    kinds: dict[str, list[dict[str, Any]]] = {"X": [], "M": [], "C": []}
+    kinds = defaultdict(list)
     for event in trace["traceEvents"]:
         kinds[event["ph"]].append(event)
     names = {event["tid"]: event["args"]["name"] for event in kinds["M"] if event["name"] == "thread_name"}
@@ -51,25 +53,24 @@ def test_a_span_is_an_event_in_microseconds_of_its_thread(run):
     expected = """{"ph": "X", "pid": 1, "name": "generate", "cat": "rl", "ts": 0, "dur": 250000,
         "lane": "vllm-0 · 1",
         "args": {"step": 3, "policy_version": 0, "attempt": 1, "id": "g1-s0", "tokens": 7}}"""
-    assert first == json.loads(expected) | {"tid": first["tid"]}
-    assert (second["ts"], second["dur"], second["lane"]) == (500_000, 125_000, "trainer")
-    sorts = [event for event in trace["M"] if event["name"] == "thread_sort_index"]
+    sorts = (event for event in trace["M"] if event["name"] == "thread_sort_index")
     order = {event["tid"]: event["args"]["sort_index"] for event in sorts}
-    assert order[second["tid"]] < order[first["tid"]], "the trainer is above the engines"
+    assert order[second["tid"]] < order[first.pop("tid")], "the trainer is above the engines"
+    assert first == json.loads(expected)
+    assert (second["ts"], second["dur"], second["lane"]) == (500_000, 125_000, "trainer")
 
 
 def test_requests_of_one_engine_that_overlap_lie_side_by_side(run):
     # crossing, contained, and one after the first has ended
-    spans = [(0.0, 3.0), (1.0, 1.0), (2.5, 2.0), (3.5, 0.5)]
+    spans = json.loads("[[0.0, 3.0], [1.0, 1.0], [2.5, 2.0], [3.5, 0.5]]")
     trace = export(run, *(make_row("generate", "vllm-0", *span, id=str(span)) for span in spans))
     assert [event["lane"][-1] for event in trace["X"]] == ["1", "2", "2", "1"]
 
 
 def test_spans_come_by_time_over_all_parts_and_of_a_repeated_step_those_of_the_newest_attempt(run):
-    again = make_row("train", "trainer", 1.0, 0.5, attempt=2)
-    write_rows(run / "spans.1.jsonl", again, make_row("train", "trainer", 1.2, 1.5, step=3))
-    first = [make_row("train", "trainer", 4.0, 1.0), make_row("train", "trainer", 2.0, 1.0, step=2)]
-    events = export(run, *first)["X"]
+    train = partial(make_row, "train", "trainer")
+    write_rows(run / "spans.1.jsonl", train(1.0, 0.5, attempt=2), train(1.2, 1.5, step=3))
+    events = export(run, train(4.0, 1.0), train(2.0, 1.0, step=2))["X"]
     shown = [(event["args"]["step"], event["args"]["attempt"]) for event in events]
     assert shown == [(1, 2), (3, 1), (2, 1)]
     assert {event["lane"] for event in events} == {"trainer", "trainer · 2"}, "what crosses has another lane"

@@ -1,7 +1,7 @@
 """Following a run's files: what is read, in which order, from where; positions; names, secrets, settings."""
 
 import json
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -18,7 +18,6 @@ from rollouts.config.tables import Tracker
 from rollouts.errors import ConfigError, RowsRefused, RunDirError, SinkRefused, SinkUnavailable
 from rollouts.trackers import follower, sinks
 from rollouts.trackers.follower import (
-    Follower,
     LeftOut,
     Position,
     describe_run,
@@ -59,7 +58,7 @@ def test_rows_come_by_their_time_over_the_files_and_are_numbered(root):
     append(root, make_row(2, time_unix=BEGAN + 1002.5, name="heldout"), file="evaluations")
     rows, position = read_all(root, Position("id"))
     assert [row.file for row in rows] == ["metrics", "metrics", "evaluations", "metrics"]
-    assert [(row.number, row.row["step"]) for row in rows] == [(0, 1), (1, 2), (2, 2), (3, 3)]
+    assert [(row.number, row.row["step"]) for row in rows] == [*enumerate([1, 2, 2, 3])]
     assert len({row.key for row in rows}) == 4
     assert read_all(root, position)[0] == []
     append(root, make_row(4), part=1)
@@ -76,15 +75,16 @@ def test_a_line_that_is_no_row_is_passed_over_and_said_once(root, time_unix):
     append(root, make_row(2))
     said = []
     rows, ends = read_batch(root, FILES, Position("id"), limit=9, say=said.append)
-    assert (steps(rows), len(said), "metrics.jsonl: no row" in said[0]) == ([2], 1, True)
+    (line,) = said
+    assert steps(rows) == [2] and "metrics.jsonl: no row" in line
     assert read_batch(root, FILES, Position("id", ends), limit=9, say=pytest.fail)[1] == {}
 
 
 def test_a_file_that_lost_its_end_in_a_power_cut_is_followed_from_a_whole_row(root):
     append(root, make_row(1), make_row(2))
     _, position = read_all(root, Position("id"))
-    lines = (root / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (root / "metrics.jsonl").write_bytes(lines[0])
+    metrics = root / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes().splitlines(keepends=True)[0])
     append(root, {**make_row(2, attempt=2), "a/longer": 1.0})
     rows, _ = read_all(root, position)
     assert [(row.row["step"], row.row["attempt"]) for row in rows] == [(2, 2)]
@@ -98,8 +98,8 @@ def test_a_position_is_read_back_as_it_was_written_and_as_earlier_versions_wrote
     path.parent.mkdir()
     first = read_position(path)
     assert len(first.id) == 32
-    files = {"metrics": Place(2, 7)}
-    whole = replace(first, files=files, number=3, mark={"size": 4}, left_out=LeftOut(1, "x"))
+    files, left_out = {"metrics": Place(2, 7)}, LeftOut(1, "x")
+    whole = replace(first, files=files, number=3, mark={"size": 4}, left_out=left_out)
     write_position(path, whole)
     assert read_position(path) == whole
     held = json.loads(path.read_text())
@@ -169,17 +169,11 @@ def test_settings_that_look_like_secrets_are_left_out(root):
 
 
 def test_secrets_of_the_environment_are_hidden_in_what_is_printed():
-    variables = (
-        "OTEL_EXPORTER_OTLP_HEADERS=x-key=top%20secret,tenant=1 WANDB_API_KEY=abcdef0123"
-        " PROXY=http://me:pass@word@host:1 HOME=/home/me"
-    )
-    environment = dict(variable.split("=", 1) for variable in variables.split())
+    environment = """{"OTEL_EXPORTER_OTLP_HEADERS": "x-key=top%20secret,tenant=1",
+        "WANDB_API_KEY": "abcdef0123", "PROXY": "http://me:pass@word@host:1", "HOME": "/home/me"}"""
     text = "key abcdef0123 and top secret, top%20secret at http://a:b@c/ in /home/me with pass@word"
-    shown = hide_secrets(text, find_secrets(environment))
+    shown = hide_secrets(text, find_secrets(json.loads(environment)))
     assert shown == "key *** and top ***, *** at http://***@c/ in /home/me with ***"
-
-
-Run = Callable[..., tuple[str, list[str]]]
 
 
 # --- following ----------------------------------------------------------------------------------------------
@@ -189,48 +183,49 @@ Run = Callable[..., tuple[str, list[str]]]
 class FakeSink:
     """Stores rows, or raises the next of its faults."""
 
-    store: list[TrackedRow] = field(default_factory=list)
-    faults: list[Exception | None] = field(default_factory=list)
-    bad: Set[int] = frozenset()  # steps that are refused for good
+    faults: Sequence[Exception | None] = ()
+    bad: Sequence[int] = ()  # steps that are refused for good
     most: int = 99  # rows of one send
     on_fault: Callable[[], None] = lambda: None
-    close_faults: list[Exception | None] = field(default_factory=list)
+    close_faults: Sequence[Exception | None] = ()
+    store: list[TrackedRow] = field(default_factory=list)
 
     def send(self, rows: Sequence[TrackedRow]) -> Mark | None:
-        if len(rows) > self.most or self.bad & set(steps(rows)):
+        if len(rows) > self.most or {*self.bad} & {*steps(rows)}:
             raise RowsRefused("bad value")
-        if fault := self.faults.pop(0) if self.faults else None:
+        fault, *self.faults = self.faults or [None]
+        if fault:
             self.on_fault()
             raise fault
         self.store += rows
         return {"rows": len(self.store)}
 
     def close(self):
-        if self.close_faults and (fault := self.close_faults.pop(0)):
+        fault, *self.close_faults = self.close_faults or [None]
+        if fault:
             raise fault
 
 
 @pytest.fixture
-def run_follower(root, monkeypatch) -> Run:
+def run_follower(root, monkeypatch):
     """(outcome, what was said) of following a run of eight steps that is over."""
 
     def run(sink: FakeSink, **kind) -> tuple[str, list[str]]:
-        said = []
-        over = trio.Event()
+        said, over = [], trio.Event()
         over.set()
         append(root, *(make_row(step) for step in range(1, 9)))
         (root / "trackers").mkdir(exist_ok=True)
         monkeypatch.setattr(follower, "SINKS", {"fake": SinkKind("", **{"batch_rows": 3, **kind})})
         monkeypatch.setattr(follower, "open_sink", lambda name, run: sink)
-        return trio.run(Follower(root, "fake", said.append, over).follow), said
+        return trio.run(follower.follow, root, "fake", said.append, over), said
 
     return run
 
 
-def read_stored(root: Path) -> tuple[int, int]:
-    """(rows taken or left out, rows left out) on disk."""
+def check_stored(root: Path, taken: int, left_out: int):
+    """Rows taken or left out, and rows left out, on disk."""
     position = read_position(position_path(root, "fake"))
-    return position.number, position.left_out.rows
+    assert (position.number, position.left_out.rows) == (taken, left_out)
 
 
 def test_a_service_that_is_away_gets_the_rows_later_and_that_is_said_once(run_follower):
@@ -256,30 +251,27 @@ bad       | most | refused
 def test_rows_refused_for_good_are_named_counted_and_left_out_and_the_others_arrive_once(
     root, run_follower, bad: Any, most: int, refused: int, confirms_at_close: bool
 ):
-    sink = FakeSink(bad=set(bad), most=most)
+    sink = FakeSink(bad=bad, most=most)
     outcome, said = run_follower(sink, batch_rows=8, confirms_at_close=confirms_at_close)
     assert outcome == "sent"
     assert steps(sink.store) == [step for step in range(1, 9) if step not in bad]
     assert len(said) == refused
     assert all("(stage rl, step" in text and "is left out: bad value" in text for text in said)
-    assert read_stored(root) == (8, refused)
+    check_stored(root, 8, refused)
 
 
 def test_after_an_outage_in_the_middle_only_the_rest_of_the_batch_comes_again(root, run_follower):
     """Though an earlier row of another file was written meanwhile."""
     late = make_row(1, time_unix=BEGAN, name="heldout")
-    sink = FakeSink(
-        bad={2},
-        faults=[None, None, SinkUnavailable("away")],
-        on_fault=lambda: append(root, late, file="evaluations"),
-    )
+    faults = [None, None, SinkUnavailable("away")]
+    sink = FakeSink(bad=[2], faults=faults, on_fault=lambda: append(root, late, file="evaluations"))
     assert run_follower(sink, batch_rows=8)[0] == "sent"
     sent = [(row.file, row.row["step"]) for row in sink.store]
-    assert sorted(sent) == [("evaluations", 1), *(("metrics", step) for step in (1, 3, 4, 5, 6, 7, 8))]
+    assert sorted(sent) == [("evaluations", 1), *(("metrics", step) for step in (1, *range(3, 9)))]
 
 
 def test_a_library_that_confirms_at_close_has_its_rows_counted_only_then(root, run_follower):
     sink = FakeSink(close_faults=[OSError("upload failed"), None])
     assert run_follower(sink, confirms_at_close=True)[0] == "sent"
     assert [row.number for row in sink.store] == [*range(8)] * 2
-    assert read_stored(root) == (8, 0)
+    check_stored(root, 8, 0)

@@ -3,7 +3,6 @@ that nothing outlives its purpose.
 """
 
 import fcntl
-import os
 import signal
 import subprocess
 import sys
@@ -38,8 +37,7 @@ def root(tmp_path) -> Path:
 
 
 def count_rows(root: Path) -> int:
-    position = read_position(position_path(root, "tensorboard"))
-    return 0 if position is None else position.number
+    return read_position(position_path(root, "tensorboard")).number
 
 
 # --- beside a run -------------------------------------------------------------------------------------------
@@ -52,36 +50,30 @@ hang
 kill 2
 middle 2
 """)
-def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root, tmp_path, monkeypatch, fault):
+async def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root, tmp_path, monkeypatch, fault):
     command, faults = write_follower(tmp_path)
     monkeypatch.setattr(launch, "FOLLOWER", command)
     monkeypatch.setattr(launch, "END_S", 0.3)
     faults.write_text(fault)
     took_s = []
-
-    async def run():
-        async with open_trackers(RunDir(root), NAMES, say=lambda text: None):
-            await wait_until(lambda: position_path(root, "tensorboard").exists())
-            for step in range(1, 21):
-                began = time.perf_counter()
-                append(root, make_row(step))
-                took_s.append(time.perf_counter() - began)
-                await trio.sleep(0.01)
-            await wait_until(lambda: not faults.read_text() or fault == "hang")
-
-    trio.run(run)
+    async with open_trackers(RunDir(root), NAMES, say=lambda text: None):
+        await wait_until(position_path(root, "tensorboard").exists)
+        for step in range(1, 21):
+            began = time.perf_counter()
+            append(root, make_row(step))
+            took_s.append(time.perf_counter() - began)
+            await trio.sleep(0.01)
+        await wait_until(lambda: not faults.read_text() or fault == "hang")
     assert sorted(took_s)[10] < 0.1
     faults.unlink()
     track = start_track(root)
     assert (track.communicate(timeout=60)[0], track.returncode) == ("tensorboard: 20 rows sent\n", 0)
     assert read_events(root)["loss/total"] == WHOLE
-    trio.run(wait_until, lambda: not find_processes(str(root)))
+    await wait_until(lambda: not find_processes(str(root)))
 
 
 @pytest.mark.parametrize("command", [["/nowhere/python"], [sys.executable, "-c", "raise SystemExit(7)"]])
-async def test_a_follower_that_cannot_start_or_ends_at_once_is_said_and_no_more(
-    root, monkeypatch, command: list[str]
-):
+async def test_a_follower_that_cannot_start_or_ends_at_once_is_said_and_no_more(root, monkeypatch, command):
     monkeypatch.setattr(launch, "FOLLOWER", command)
     said = []
     async with open_trackers(RunDir(root), NAMES, say=said.append):
@@ -121,22 +113,16 @@ def start_track(root: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def lock(path: Path) -> int:
-    path.parent.mkdir(exist_ok=True)
-    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    return held
-
-
 def test_a_second_follower_waits_and_with_once_ends(root):
     append(root, make_row(1))
-    held = lock(root / "trackers" / "tensorboard.lock")
-    once = start_track(root, "--once")
-    out, _ = once.communicate(timeout=60)
-    expected = "tensorboard: 0 rows sent; another process follows the run for it already\n"
-    assert (once.returncode, out) == (3, expected)
-    waiting = start_track(root)
-    assert "waiting for it to end" in waiting.stderr.readline()
-    os.close(held)
+    (root / "trackers").mkdir()
+    with (root / "trackers/tensorboard.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        once = start_track(root, "--once")
+        out, _ = once.communicate(timeout=60)
+        expected = "tensorboard: 0 rows sent; another process follows the run for it already\n"
+        assert (once.returncode, out) == (3, expected)
+        waiting = start_track(root)
+        assert "waiting for it to end" in waiting.stderr.readline()
     out, _ = waiting.communicate(timeout=60)
     assert (waiting.returncode, out) == (0, "tensorboard: 1 rows sent\n")

@@ -7,7 +7,6 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,10 +42,9 @@ def test_trackio_stores_rows_once_though_they_are_sent_twice(root, monkeypatch):
     open_named("trackio", root).send(ROWS)
     open_named("trackio", root).send([*ROWS, *REPEATED])
     logs = storage.SQLiteStorage.get_logs("rollouts", "run", run_id=ID)
-    losses = [
-        (log["step"], log["rl/loss/total"], log["rl/attempt"]) for log in logs if "rl/loss/total" in log
-    ]
-    assert losses == [(1, -1.0, 1), (2, -2.0, 1), (3, -3.0, 1), (3, -6.0, 2), (4, -8.0, 2)]
+    names = ("step", "rl/loss/total", "rl/attempt")
+    losses = [[log[name] for name in names] for log in logs if "rl/loss/total" in log]
+    assert losses == json.loads("[[1, -1.0, 1], [2, -2.0, 1], [3, -3.0, 1], [3, -6.0, 2], [4, -8.0, 2]]")
     (evaluation,) = (log for log in logs if "rl/eval/heldout/avg@4" in log)
     assert (evaluation["step"], evaluation["rl/attempt"]) == (3, 1)
     assert str(logs[0]["timestamp"]).startswith("2027-01-15T08:16:41")  # BEGAN + 1001 s
@@ -90,8 +88,9 @@ def test_wandb_has_rows_in_the_file_of_an_offline_run_with_their_numbers_as_step
         if record.WhichOneof("record_type") == "history"
     ]
     names = ("_step", "rl/step", "rl/loss/total", "rl/attempt")
-    losses = [tuple(row[name] for name in names) for row in history if "rl/loss/total" in row]
-    assert losses == [(0, 1, -1.0, 1), (1, 2, -2.0, 1), (2, 3, -3.0, 1), (4, 3, -6.0, 2), (5, 4, -8.0, 2)]
+    losses = [[row[name] for name in names] for row in history if "rl/loss/total" in row]
+    expected = "[[0, 1, -1.0, 1], [1, 2, -2.0, 1], [2, 3, -3.0, 1], [4, 3, -6.0, 2], [5, 4, -8.0, 2]]"
+    assert losses == json.loads(expected)
     (evaluation,) = (row for row in history if "rl/eval/heldout/avg@4" in row)
     assert (evaluation["rl/eval/heldout/avg@4"], evaluation["_step"]) == (0.25, 3)
 
@@ -108,7 +107,7 @@ def client(tmp_path, monkeypatch):
     return mlflow.MlflowClient()
 
 
-def find_run(client) -> Any:
+def find_run(client):
     (run,) = client.search_runs([client.get_experiment_by_name("rollouts").experiment_id])
     return run
 

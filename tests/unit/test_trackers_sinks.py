@@ -6,21 +6,20 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
 
+from rollouts.engines.processes import find_free_port
 from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable
 from rollouts.metrics.names import METRICS
 from rollouts.trackers.follower import position_path, read_position
 from rollouts.trackers.sinks import Mark, Place, RunInfo, Sink, TrackedRow, open_sink
 from tests.support.otlp_collector import (
     Collector,
-    free_port,
     open_collector,
     read_labels,
     read_points,
@@ -53,10 +52,9 @@ EVALUATION = TrackedRow("evaluations", make_row(2, **{"name": "heldout", "eval/h
 
 def write_events(root: Path, *batches: list[TrackedRow], mark: Mark | None = None) -> Mark | None:
     """The mark after the first batch: a follower that is killed later stores no other."""
-    sink = open_named("tensorboard", root, mark)
-    marks = [json.dumps(sink.send(rows)) for rows in batches]  # as it is stored
-    sink.close()
-    return json.loads(marks[0])
+    with closing(open_named("tensorboard", root, mark)) as sink:
+        first, *_ = [json.dumps(sink.send(rows)) for rows in batches]  # as it is stored
+    return json.loads(first)
 
 
 def test_what_a_killed_follower_wrote_after_the_mark_is_cut_off_and_written_again(tmp_path):
@@ -81,15 +79,15 @@ def test_what_a_killed_follower_wrote_after_the_mark_is_cut_off_and_written_agai
 def test_repeated_steps_of_a_resumed_run_replace_those_of_the_attempt_before(tmp_path):
     mark = write_events(tmp_path, make_rows(1, 2, 3, 4))
     write_events(tmp_path, make_rows(3, 4, 5, attempt=2), mark=mark)
-    expected = [(1, -1.0), (2, -2.0), (3, -6.0), (4, -8.0), (5, -10.0)]
-    assert read_events(tmp_path)["loss/total"] == expected
+    expected = enumerate([-1.0, -2.0, -6.0, -8.0, -10.0], start=1)
+    assert read_events(tmp_path)["loss/total"] == [*expected]
 
 
 # --- OpenTelemetry ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def collector(monkeypatch) -> Iterator[Collector]:
+def collector(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
     with open_collector() as server:
@@ -103,9 +101,8 @@ def refuse_steps(collector: Collector, status: int, *bad: int, most: int = 99):
     def judge(path: str, body: bytes) -> tuple[int, bytes]:
         points = read_points(body) if path == "/v1/metrics" else []
         held = {at // 10**9 - AT for _, at, *_ in points} or set(read_steps(read_spans(body)))
-        return (
-            (status, b"bad value\nof planted-secret") if held & set(bad) or len(held) > most else (200, b"")
-        )
+        refused = held & {*bad} or len(held) > most
+        return (status, b"bad value\nof planted-secret") if refused else (200, b"")
 
     collector.judge = judge
 
@@ -117,8 +114,8 @@ def test_a_point_has_the_time_of_its_row_and_the_labels_of_its_stage(collector):
     points = collector.points()
     for name, value in values.items():
         assert (f"rollouts.{name}", (AT + 3) * 10**9, value, labels) in points
-    (found,) = [point for point in points if "avg_at_4" in point[0]]
-    assert found[1:] == ((AT + 2) * 10**9, 0.25, {**labels, "evaluation": "heldout"})
+    (found,) = (point[1:] for point in points if "avg_at_4" in point[0])
+    assert found == ((AT + 2) * 10**9, 0.25, {**labels, "evaluation": "heldout"})
 
 
 def test_a_span_keeps_its_time_and_the_same_row_has_the_same_ids(collector):
@@ -129,11 +126,10 @@ def test_a_span_keeps_its_time_and_the_same_row_has_the_same_ids(collector):
     assert first == second
     assert (len(first.trace_id), len(first.span_id), first.name) == (16, 8, "generate")
     assert first.start_time_unix_nano == 1_800_000_000_250_000_000
-    assert first.end_time_unix_nano - first.start_time_unix_nano == 1_500_000_000
-    assert read_labels(first.attributes) == json.loads(
-        """{"track": "vllm-0", "stage": "rl", "step": 4, "policy_version": 3, "attempt": 1, "id": "g1-s0",
-        "tokens": 12}"""
-    )
+    assert first.end_time_unix_nano == 1_800_000_001_750_000_000
+    labels = """{"track": "vllm-0", "stage": "rl", "step": 4, "policy_version": 3, "attempt": 1,
+        "id": "g1-s0", "tokens": 12}"""
+    assert read_labels(first.attributes) == json.loads(labels)
 
 
 @cases("""
@@ -186,22 +182,23 @@ def test_the_command_leaves_out_what_is_refused_and_sends_all_else_once(collecto
     append(root, *(make_span(step) for step in range(1, 21)), file="spans")
     collector.faults = [503] * 6
     refuse_steps(collector, 400, 3, 11, most=8)
-    to = ("--to", "otlp", "--to", "statsd", "--once")
-    command = [sys.executable, "-m", "rollouts", "track", str(root), *to]
+    words = "-m", "rollouts", "track", str(root), "--to", "otlp", "--to", "statsd", "--once"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
         agent.bind(str(tmp_path / "dsd"))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, timeout=120, check=False
+        )
         lines = receive_lines(agent)
     kept = [step for step in range(1, 21) if step not in (3, 11)]
-    steps = [value for name, _, value, _ in collector.points() if name == "rollouts.step"]
-    assert (sorted(set(steps)), sorted(read_steps(collector.spans()))) == (kept, kept)
+    steps = {value for name, _, value, _ in collector.points() if name == "rollouts.step"}
+    assert sorted(steps) == sorted(read_steps(collector.spans())) == kept
     assert "refuses row 'train' of spans.jsonl (stage rl, step 11, attempt 1) for good" in done.stderr
     assert "answered 400 to traces: bad value of ***" in done.stderr
     assert "otlp: 36 rows sent (4 refused for good and left out, the last: row" in done.stdout
     assert done.returncode == 0, done.stderr
     position = read_position(position_path(root, "otlp"))
     assert (position.number, position.left_out.rows) == (40, 4)
-    assert len([line for line in lines if line.startswith("rollouts.step")]) == 20
+    assert sum(line.startswith("rollouts.step") for line in lines) == 20
     written = b"".join(path.read_bytes() for path in root.rglob("*") if path.is_file())
     assert b"planted-secret" not in written + done.stderr.encode() + done.stdout.encode()
 
@@ -211,17 +208,16 @@ def test_the_command_leaves_out_what_is_refused_and_sends_all_else_once(collecto
 
 def receive_lines(server: socket.socket) -> list[str]:
     """What has arrived: datagrams on one machine are there when they have been sent."""
-    lines = []
+    text = ""
     server.setblocking(False)
-    while True:
-        try:
-            lines += server.recv(65536).decode().split("\n")
-        except BlockingIOError:
-            return [line for line in lines if line]
+    with suppress(BlockingIOError):
+        while True:
+            text += server.recv(65536).decode() + "\n"
+    return text.split()
 
 
 @contextmanager
-def open_agent(monkeypatch: pytest.MonkeyPatch, host: str, port: str) -> Iterator[socket.socket]:
+def open_agent(monkeypatch, host: str, port: str):
     """A socket that takes datagrams; the variables of these names say where."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))
@@ -232,16 +228,11 @@ def open_agent(monkeypatch: pytest.MonkeyPatch, host: str, port: str) -> Iterato
 
 def test_plain_statsd_gets_the_newest_value_of_each_metric(monkeypatch):
     with open_agent(monkeypatch, "STATSD_HOST", "STATSD_PORT") as server:
-        sink = open_named("statsd")
-        sink.send(make_rows(3, 4))
-        sink.close()
-        assert receive_lines(server) == [
-            "rollouts.my_run.rl.step:4|g",
-            # a sign is a change, so a negative gauge is set from zero
-            "rollouts.my_run.rl.loss.total:0|g",
-            "rollouts.my_run.rl.loss.total:-4.0|g",
-            "rollouts.my_run.rl.reward.mean:2.0|g",
-        ]
+        with closing(open_named("statsd")) as sink:
+            sink.send(make_rows(3, 4))
+        # a sign is a change, so a negative gauge is set from zero
+        values = "step:4", "loss.total:0", "loss.total:-4.0", "reward.mean:2.0"
+        assert receive_lines(server) == [f"rollouts.my_run.rl.{value}|g" for value in values]
 
 
 def test_dogstatsd_gets_every_row_with_its_time_and_tags(tmp_path, monkeypatch):
@@ -262,9 +253,8 @@ def test_dogstatsd_gets_every_row_with_its_time_and_tags(tmp_path, monkeypatch):
 def test_every_metric_has_the_name_in_datadog_that_the_documentation_says(monkeypatch):
     names = {re.sub(r"\{\w+\}", "4", metric.name) for metric in METRICS}
     with open_agent(monkeypatch, "DD_AGENT_HOST", "DD_DOGSTATSD_PORT") as server:
-        sink = open_named("statsd")
-        sink.send([TrackedRow("metrics", make_row(1, **dict.fromkeys(names, 1.0)))])
-        sink.close()
+        with closing(open_named("statsd")) as sink:
+            sink.send([TrackedRow("metrics", make_row(1, **dict.fromkeys(names, 1.0)))])
         sent = {line.partition(":")[0] for line in receive_lines(server)}
     documented = {f"rollouts.{name.replace('/', '.').replace('@', '_at_')}" for name in names}
     assert sent == documented | {"rollouts.step"}
@@ -273,30 +263,20 @@ def test_every_metric_has_the_name_in_datadog_that_the_documentation_says(monkey
 # --- Prometheus ---------------------------------------------------------------------------------------------
 
 
-# a name, and the newest value
-PROMETHEUS = "step 3 attempt 1 loss_total -3 reward_mean 1.5 eval_heldout_avg_at_4 0.25"
-
-
-def test_a_scrape_reads_the_newest_values_also_of_a_sink_that_is_opened_again(
-    monkeypatch,
-):
+def test_a_scrape_reads_the_newest_values_also_of_a_sink_that_is_opened_again(monkeypatch):
     from prometheus_client.parser import text_string_to_metric_families
 
-    port = free_port()
+    port = find_free_port()
     monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_PORT", str(port))
-    sink = open_named("prometheus")
-    mark = sink.send([*make_rows(1, 2, 3), EVALUATION])
-    with pytest.raises(SinkRefused, match="OTEL_EXPORTER_PROMETHEUS_PORT"):
-        open_named("prometheus")
-    sink.close()
-    again = open_named("prometheus", mark=mark)
-    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with closing(open_named("prometheus")) as sink:
+        mark = sink.send([*make_rows(1, 2, 3), EVALUATION])
+        with pytest.raises(SinkRefused, match="OTEL_EXPORTER_PROMETHEUS_PORT"):
+            open_named("prometheus")
+    address = f"http://127.0.0.1:{port}/metrics"
+    with closing(open_named("prometheus", mark=mark)), urlopen(address, timeout=10) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
-    again.close()
     assert {family.type for family in families} == {"gauge"}
     values = {sample.name: sample.value for family in families for sample in family.samples}
-    expected = PROMETHEUS.split()
-    assert values == {
-        f"rollouts_{name}": float(value) for name, value in zip(expected[::2], expected[1::2], strict=True)
-    }
+    assert values == json.loads("""{"rollouts_step": 3, "rollouts_attempt": 1, "rollouts_loss_total": -3,
+        "rollouts_reward_mean": 1.5, "rollouts_eval_heldout_avg_at_4": 0.25}""")
     assert families[2].samples[0].labels == {"run": "my run", "stage": "rl"}

@@ -2,9 +2,11 @@
 
 import itertools
 import json
-from collections.abc import Callable
+import re
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ from tests.unit.chat_tokenizers import family_sentencepiece, family_tokenizer, t
 RESPONSE_TEMPLATES = json.loads(
     (Path(rollouts.environments.__file__).parent / "response_templates.json").read_text("utf-8")
 )
-TOOL: Any = json.loads("""{
+TOOL = json.loads("""{
     "type": "function",
     "function": {
         "name": "add",
@@ -40,7 +42,7 @@ TOOL: Any = json.loads("""{
         }
     }
 }""")
-READS: dict[str, str] = dict(
+READS = dict(
     read_cells("""
         chatml              |
         qwen2_5             | hermes
@@ -70,17 +72,12 @@ THINKS = {
     "gptoss": "<|channel|>analysis<|message|>hm {a}<|end|><|start|>assistant",
 }
 SAYS = {"gptoss": "<|channel|>final<|message|>{text}"}
-MERGES = [("1", "2"), ("3", "4"), ("a", "n"), ("Ċ", "Ċ"), ("Ġ", "a")]
+MERGES = [*map(tuple, ("12", "34", "an", "ĊĊ", "Ġa"))]
 
 
-def make_format(name: str, tokenizer, *, history: Any = "template") -> ChatFormat:
-    reads = READS[name]
-    return make_chat_format(
-        tokenizer,
-        tools=[TOOL] if reads else [],
-        read_turn=RESPONSE_TEMPLATES[reads] if reads else None,
-        history=history,
-    )
+def make_format(name: str, tokenizer, *, history="template") -> ChatFormat:
+    template = RESPONSE_TEMPLATES.get(READS[name])
+    return make_chat_format(tokenizer, tools=[TOOL] if template else [], read_turn=template, history=history)
 
 
 def complete(token_ids: list[int], rng, *, ended: bool) -> Completion:
@@ -96,19 +93,11 @@ def complete(token_ids: list[int], rng, *, ended: bool) -> Completion:
 
 def split_oddly(text: str, tokenizer, rng) -> list[int]:
     """Ids of a text as a model may sample them: cut anywhere, so that merges are missed."""
-    cuts = sorted({0, len(text), *rng.integers(0, len(text) + 1, 4).tolist()})
-    special = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    inside = {
-        at
-        for one in special
-        for begin in range(len(text))
-        if text.startswith(one, begin)
-        for at in range(begin + 1, begin + len(one))
-    }
-    cuts = [cut for cut in cuts if cut not in inside]
-    return [
-        i for a, b in itertools.pairwise(cuts) for i in tokenizer.encode(text[a:b], add_special_tokens=False)
-    ]
+    special = "|".join(re.escape(token.content) for token in tokenizer.added_tokens_decoder.values())
+    inside = {at for found in re.finditer(special, text) for at in range(found.start() + 1, found.end())}
+    cuts = sorted({0, len(text), *rng.integers(0, len(text) + 1, 4).tolist()} - inside)
+    parts = (text[begin:end] for begin, end in itertools.pairwise(cuts))
+    return [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]
 
 
 def find_end(name: str, tokenizer) -> str:
@@ -129,12 +118,11 @@ def sample_turn(name: str, tokenizer, rng) -> Completion:
         text += SAYS.get(name, "{text}").format(
             text=["12 bananas\n\n", " 34\ttabs", "", "so <|im_end|>?"][rng.integers(4)]
         )
-    else:
+    ids = split_oddly(text, tokenizer, rng)
+    if kind == 3:
         plain = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
         ids = rng.choice(plain, 12).tolist()
-        return complete([*ids, tokenizer.convert_tokens_to_ids(end)], rng, ended=True)
-    ids = split_oddly(text, tokenizer, rng)
-    if rng.random() < 0.1:
+    elif rng.random() < 0.1:
         return complete(ids[: 1 + len(ids) // 2] or [5], rng, ended=False)
     return complete([*ids, tokenizer.convert_tokens_to_ids(end)], rng, ended=True)
 
@@ -142,20 +130,17 @@ def sample_turn(name: str, tokenizer, rng) -> Completion:
 Exchange = tuple[list[int], Completion]  # what the engine took in and gave out
 
 
-def converse(
-    name: str, form: ChatFormat, tokenizer, rng, turns: int = 4
-) -> tuple[list[Exchange], list[Node]]:
+def converse(name: str, form: ChatFormat, tokenizer, rng) -> tuple[list[Exchange], list[Node]]:
     node = form.begin([turn("user", "What is 12+34? You may add.")])
-    exchanges = []
-    answers = []
-    for _ in range(turns):
+    exchanges, answers = [], []
+    for _ in range(4):
         completion = sample_turn(name, tokenizer, rng)
         exchanges.append((node.tokens.tolist(), completion))
         answer, read = form.read(node, completion)
         answers.append(answer)
         calls = read.message.get("tool_calls", [])
         news = [
-            turn("tool", f"{rng.integers(99)} bananas", tool_call_id=call["id"], name="add") for call in calls
+            turn("tool", f"{rng.integers(99)} bananas", tool_call_id=one["id"], name="add") for one in calls
         ]
         node = form.extend(answer, news or [turn("user", f"And {rng.integers(99)}?")])
     return exchanges, answers
@@ -163,31 +148,31 @@ def converse(
 
 def check_exact(exchanges: list[Exchange], segments: tuple[Sample, ...]):
     """Every completion trains once, after exactly what the engine had before it."""
-    trained = 0
     for prompt, completion in exchanges:
-        begin, count = len(prompt), len(completion.token_ids)
+        whole = [*prompt, *completion.token_ids]
+        span = slice(len(prompt), len(whole))
         places = [
             segment
             for segment in segments
-            if segment.tokens[:begin].tolist() == prompt
-            and segment.tokens[begin : begin + count].tolist() == completion.token_ids.tolist()
-            and segment.loss_mask[begin : begin + count].all()
+            if segment.tokens[: span.stop].tolist() == whole and segment.loss_mask[span].all()
         ]
         assert len(places) == 1, "a completion trains where the engine had another prompt, or not at all"
-        span = slice(begin, begin + count)
         assert (places[0].rollout_log_probs[span] == completion.log_probs).all()
         assert (places[0].weight_versions[span] == completion.weight_versions).all()
-        trained += count
+    trained = sum(len(completion.token_ids) for _, completion in exchanges)
     assert sum(segment.response_length for segment in segments) == trained
     for segment in segments:
         assert (segment.weight_versions[~segment.loss_mask] == -1).all()
 
 
+SAMPLE = Sample(id="x", prompt="?")
+
+
 def as_segments(answers: list[Node]) -> tuple[Sample, ...]:
-    return collect_segments([TurnRecord(answer) for answer in answers], Sample(id="x", prompt="?"))
+    return collect_segments([*map(TurnRecord, answers)], SAMPLE)
 
 
-TOKENIZERS: dict[str, Callable[[str], Any]] = {
+TOKENIZERS = {
     "bytes": lambda name: family_tokenizer(name, merges=MERGES),
     "sentencepiece": family_sentencepiece,
 }
@@ -204,42 +189,33 @@ def test_what_trains_is_what_the_engine_took_in_and_gave_out(name, kind, history
         check_exact(exchanges, as_segments(answers))
 
 
-def converse_by_encoding_again(name: str, form: ChatFormat, tokenizer, rng):
-    """The usual way: every prompt, and in the end what trains, is the messages rendered and encoded."""
-    messages, exchanges = [turn("user", "What is 12+34? You may add.")], []
-    for _ in range(3):
-        node = form.begin(messages)
-        completion = sample_turn(name, tokenizer, rng)
-        exchanges.append((node.tokens.tolist(), completion))
-        message = form.read(node, completion)[1].message
-        calls = message.get("tool_calls", [])
-        results = [turn("tool", "46", tool_call_id=call["id"], name="add") for call in calls]
-        messages += [message, *(results or [turn("user", "And 1?")])]
-    whole = tokenize_conversation(messages[:-1], tokenizer, tools=form.template.tools)
-    mask = np.zeros(len(whole.token_ids), bool)
-    for span in whole.spans:
-        mask[span] = True
-    check_exact(exchanges, (Sample(id="x", prompt="?", tokens=whole.token_ids, loss_mask=mask),))
-
-
 def test_encoding_the_history_again_trains_other_tokens_in_every_template():
-    drifted: dict[str, int] = dict.fromkeys(READS, 0)
+    """The usual way: every prompt, and in the end what trains, is the messages rendered and encoded."""
     for name in READS:
-        tokenizer = family_tokenizer(name, merges=MERGES)
+        tokenizer, same = family_tokenizer(name, merges=MERGES), []
         form = make_format(name, tokenizer)
+
+        def extend(answer, news, form=form):
+            return form.begin([*answer.messages, *news])
+
+        naive = SimpleNamespace(begin=form.begin, read=form.read, extend=extend)
         for seed in range(20):
-            try:
-                converse_by_encoding_again(name, form, tokenizer, np.random.default_rng(seed))
-            except (AssertionError, RolloutsError):
-                drifted[name] += 1
-    assert min(drifted.values()) >= 10, drifted
+            with suppress(AssertionError, RolloutsError):
+                exchanges, answers = converse(name, naive, tokenizer, np.random.default_rng(seed))
+                whole = tokenize_conversation(answers[-1].messages, tokenizer, tools=form.template.tools)
+                mask = np.zeros(len(whole.token_ids), bool)
+                for span in whole.spans:
+                    mask[span] = True
+                check_exact(exchanges, (replace(SAMPLE, tokens=whole.token_ids, loss_mask=mask),))
+                same.append(seed)
+        assert len(same) <= 10, name
 
 
-def say(form: ChatFormat, text: str, end: str, *, after: Node | None = None, ended: bool = True) -> Any:
+def say(form: ChatFormat, text: str, end: str, *, after: Node | None = None, ended: bool = True):
     """The answer that is the tokenizer's own encoding of a text, to a question if not `after` more, and how
     it reads.
     """
-    tokenizer: Any = form.template.tokenizer
+    tokenizer = form.template.tokenizer
     ids = tokenizer.encode(text + (end if ended else ""), add_special_tokens=False)
     completion = complete(ids, np.random.default_rng(0), ended=ended)
     return form.read(after or form.begin([turn("user", "add")]), completion)
@@ -276,8 +252,8 @@ def test_a_segment_begins_where_the_template_rewrites_what_is_held(
         assert len(as_segments([called, last])) == after_tool
         extended = make_format(name, form.template.tokenizer, history="extend")
         again = extended.extend(first, [turn("user", "and?")])
-        assert not again.fresh, "extend keeps what was sampled"
-        assert again.tokens[: len(first.tokens)].tolist() == first.tokens.tolist()
+        kept = again.tokens[: len(first.tokens)]
+        assert not again.fresh and (kept == first.tokens).all(), "extend keeps what was sampled"
 
 
 @cases("name: chatml qwen2_5 llama3_1 gemma3 deepseek_v3 phi_4")
@@ -286,14 +262,12 @@ def test_what_is_appended_is_what_the_template_writes(name):
     form = make_format(name, tokenizer)
     end = find_end(name, tokenizer)
     messages, node = [turn("user", "add")], form.begin([turn("user", "add")])
-    for text in ("12 bananas", "\n34", "x"):
-        answer, read = say(form, text.strip(), end, after=node)
+    for text in ("12 bananas", "34", "x"):
+        answer, read = say(form, text, end, after=node)
         messages += [read.message, turn("user", " 5 apples ")]
         node = form.extend(answer, messages[-1:])
-    whole = tokenizer.encode(
-        form.template.render(messages, add_generation_prompt=True), add_special_tokens=False
-    )
-    assert node.tokens.tolist() == whole
+    whole = form.template.render(messages, add_generation_prompt=True)
+    assert node.tokens.tolist() == tokenizer.encode(whole, add_special_tokens=False)
 
 
 def test_an_answer_that_a_limit_cut_gets_its_end_token_masked():
@@ -302,13 +276,11 @@ def test_an_answer_that_a_limit_cut_gets_its_end_token_masked():
     answer, read = say(form, "so far", "", ended=False)
     node = form.extend(answer, [turn("user", "go on")])
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert not read.complete
-    assert node.token_ids[0] == end
+    assert not read.complete and node.token_ids[0] == end
     last, _ = say(form, "ok", "<|im_end|>", after=node)
     (segment,) = as_segments([answer, last])
     begin = len(answer.tokens)
-    assert segment.tokens[begin] == end
-    assert not segment.loss_mask[begin]
+    assert segment.tokens[begin] == end and not segment.loss_mask[begin]
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -327,28 +299,26 @@ def test_special_tokens_in_what_the_world_says_become_no_special_id(name, kind):
             node = form.extend(answer, [turn(role, attack, **fields)])
         except DataError:
             continue  # a tool's turn without a call before it
-        ids = set(tokenizer.all_special_ids)
-        count = [sum(i in ids for i in one.tokens.tolist()) for one in (node, calm)]
-        assert count[0] == count[1]
+        count, calm_count = (np.isin(one.tokens, tokenizer.all_special_ids).sum() for one in (node, calm))
+        assert count == calm_count
         assert kind != "bytes" or attack in tokenizer.decode(node.tokens.tolist())
 
 
-BAD = {  # sampled text: what the reading says of it
-    '<tool_call>\n{"name": "add", "arguments": {"a": 1\n</tool_call>': "could not parse",
-    '<tool_call>{"name": "add", "arguments": {}}</tool_call><tool_call>no</tool_call>': "could not parse",
-    '<tool_call>{"arguments": {"a": 1}}</tool_call>': "missing key 'name'",
-    '<tool_call>{"name": "", "arguments": {}}</tool_call>': "must be text that is not empty",
-    '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': "it must be an object",
-    '<tool_call>["add"]</tool_call>': "cannot index into list",
-    '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>': "JSON has no such number",
-}
-
-
-@pytest.mark.parametrize("text", BAD)
-def test_a_call_that_cannot_be_read_is_a_turn_of_text_that_says_why(text):
+@cases(r"""
+text | said
+\n{"name": "add", "arguments": {"a": 1\n | could not parse
+{"name": "add", "arguments": {}}</tool_call><tool_call>no | could not parse
+{"arguments": {"a": 1}} | missing key 'name'
+{"name": "", "arguments": {}} | must be text that is not empty
+{"name": "add", "arguments": [1]} | it must be an object
+["add"] | cannot index into list
+{"name": "add", "arguments": {"a": NaN}} | JSON has no such number
+""")
+def test_a_call_that_cannot_be_read_is_a_turn_of_text_that_says_why(text, said):
+    text = f"<tool_call>{text}</tool_call>".replace(r"\n", "\n")
     form = make_format("qwen2_5", family_tokenizer("qwen2_5"))
     answer, read = say(form, text, "<|im_end|>")
-    assert BAD[text] in read.unreadable
+    assert said in read.unreadable
     assert read.message == turn("assistant", text)
     assert answer.messages[-1]["content"] == text
 
@@ -357,8 +327,7 @@ def test_a_call_inside_thinking_is_no_call():
     form = make_format("qwen3", family_tokenizer("qwen3"))
     text = "<think>" + CALLS["hermes"].format(a=1, b=2) + "</think>7"
     _, read = say(form, text, "<|im_end|>")
-    assert "tool_calls" not in read.message
-    assert read.message["content"] == "7"
+    assert "tool_calls" not in read.message and read.message["content"] == "7"
 
 
 def test_two_calls_where_the_template_writes_one_cannot_be_read():
@@ -398,16 +367,10 @@ def test_a_trajectory_goes_on_from_what_was_held(name):
         turns = [TurnRecord(answer, f"turn {index}", float(index)) for index, answer in enumerate(answers)]
         node = form.extend(answers[-1], [turn("user", "And?")])
         cut = complete([5, 6, 7], rng, ended=False)
-        sample, layout = pack_trajectory(node, turns, cut, Sample(id="x", prompt="?"))
+        sample, layout = pack_trajectory(node, turns, cut, SAMPLE)
         again, held, rest = unpack_trajectory(form, sample, json.loads(json.dumps(layout)))
-        assert rest is not None
         assert rest.token_ids.tolist() == [5, 6, 7]
-        assert again.tokens.tolist() == node.tokens.tolist()
-        assert again.text == node.text
-        for one, other in zip(
-            collect_segments(turns, Sample(id="x", prompt="?")),
-            collect_segments(held, Sample(id="x", prompt="?")),
-            strict=True,
-        ):
+        assert (again.tokens.tolist(), again.text) == (node.tokens.tolist(), node.text)
+        for one, other in zip(*(collect_segments(of, SAMPLE) for of in (turns, held)), strict=True):
             for field in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "turn_rewards"):
-                assert (getattr(one, field) == getattr(other, field)).all()
+                np.testing.assert_array_equal(getattr(one, field), getattr(other, field))

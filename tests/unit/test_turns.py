@@ -4,7 +4,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +19,11 @@ from rollouts.environments.turns import (
     generate_conversation_turn,
 )
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
-from rollouts.types import Completion, Sample, SamplingParams
+from rollouts.types import Sample, SamplingParams
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 from tests.support.text_tables import cases
 from tests.unit.program_runs import read_calls
+from tests.unit.test_trajectories import complete
 
 SAMPLING = SamplingParams(max_new_tokens=80, stop_token_ids=(FAKE_END,), seed=1)
 SAMPLE = Sample(id="g00000000-s000", prompt="You may divide.", group_index=0, metadata={"answer": "3"})
@@ -47,17 +47,13 @@ def answer_step(turn: Turn) -> Observation:
     return Observation(messages="Go on.", reward=reward, done=turn.text == "end", metadata={"n": 1})
 
 
-async def step(turn: Turn) -> Observation:
-    return answer_step(turn)
-
-
-async def say_nothing(): ...
+async def call(method, *arguments):
+    return answer_step(*arguments) if method == "step" else None
 
 
 @asynccontextmanager
-async def open_world(row) -> Any:
-    silent = dict.fromkeys(("reset", "score", "state"), say_nothing)
-    yield SimpleNamespace(tools=(), step=step, **silent)
+async def open_world(row):
+    yield SimpleNamespace(tools=(), call=call)
 
 
 # what the model says, turn by turn
@@ -82,35 +78,27 @@ async def test_a_rollout_is_the_episode_of_the_same_completions(texts, settings:
         exchanges.append((request, await engine.generate(request)))
         return exchanges[-1][1]
 
-    def complete(requests):
+    def repeat(requests):
         request, completion = exchanges.pop(0)
         assert repr(requests) == repr([request])
         return [completion]
 
     config, has_world = RolloutConfig(**settings), said[0] == "no"
     options = {"open_world": open_world} if has_world else {}
-    play: Any = make_agent_generate(MAKE_FORM, config, tools=TOOLS, **options)
+    play = make_agent_generate(MAKE_FORM, config, tools=TOOLS, **options)
     episode = await play(SAMPLE, SimpleNamespace(generate=generate, features=engine.features), SAMPLING)
     answer = answer_step if has_world else None
     rollout = create_multiturn_rollout(
-        SAMPLE, complete, MAKE_FORM(TOOLS), SAMPLING, config=config, tool_executor=execute, step=answer
+        SAMPLE, repeat, MAKE_FORM(TOOLS), SAMPLING, config=config, tool_executor=execute, step=answer
     )
-    assert list(map(repr, rollout)) == list(map(repr, episode))
+    assert repr([*rollout]) == repr([*episode])
     assert rollout[-1].metadata["trajectory"]["end"] == end
     assert not exchanges
 
 
-def say(text: str) -> Any:
+def say(text: str):
     """A `complete` that says the text."""
-    return lambda requests: [
-        Completion(
-            request_id=requests[0].request_id,
-            token_ids=np.asarray([*text.encode(), FAKE_END]),
-            log_probs=np.zeros(len(text) + 1),
-            weight_versions=np.zeros(len(text) + 1, int),
-            finish_reason="stop",
-        )
-    ]
+    return lambda requests: [complete([*text.encode(), FAKE_END], np.random.default_rng(0), ended=True)]
 
 
 def test_a_stop_condition_ends_a_trajectory_before_its_calls_are_answered():
@@ -134,5 +122,5 @@ def test_a_conversation_by_hand_holds_every_token():
     (result,) = execute(extract_tool_calls(turn.message))
     conversation = form.extend(conversation, [result.message])
     conversation, _ = generate_conversation_turn(say("1.5"), form, conversation, SAMPLING)
-    text = bytes(token for token in conversation.tokens.tolist() if token < 256).decode()
+    text = bytes(token for token in conversation.tokens if token < 256).decode()
     assert text == 'user\nYou may divide.assistant\ndivide{"a": 6, "b": 4}user\n1.5assistant\n1.5'

@@ -13,15 +13,13 @@ from rollouts.loops.rl_batch import make_loss_spec, plan_updates
 from rollouts.loops.updates import measure_kl, merge_forwards, record_updates
 from rollouts.testing.fakes import FakeBackend, open_fake_backend
 from rollouts.types import ForwardBackwardResult, LossSpec, Mean, RolloutBatch
+from tests.support.made_updates import floats
 from tests.support.text_tables import cases
 from tests.unit.test_loops import rl_config
 from tests.unit.test_rl_batch import batch_of
 
 LOSS = LossSpec("ppo_clip")
-
-
-def rollout(prompts: int) -> dict[str, int]:
-    return {"num_prompts": prompts, "samples_per_prompt": 2, "max_new_tokens": 8}
+ROLLOUT = {"samples_per_prompt": 2, "max_new_tokens": 8}
 
 
 def batch_of_groups(groups: Sequence[int]) -> RolloutBatch:
@@ -44,32 +42,27 @@ def test_with_one_part_every_pass_is_the_batch_itself():
 
 def test_each_pass_has_every_group_once_whole_and_in_the_order_of_its_rows():
     batch = batch_of_groups([9, 9, 4, 7, 4, 7, 2, 2, 2, 1])
-    config = rl_config(updates_per_batch=3, minibatches=2, rollout=rollout(5))
+    config = rl_config(updates_per_batch=3, minibatches=2, rollout={**ROLLOUT, "num_prompts": 5})
     updates = plan_updates(batch, LOSS, config, seed=1, step=2)
-    assert len(updates) == 6
-    passes = [updates[first : first + 2] for first in (0, 2, 4)]
-    for parts in passes:
-        assert sorted(row for part, _ in parts for row in rows_of(part)) == list(range(10))
-        sizes = [len(np.unique(part.group_indices)) for part, _ in parts if part.group_indices is not None]
-        assert sizes == [3, 2]
-        for part, _ in parts:
+    parts = [part for part, _ in updates]
+    passes = [*zip(parts[::2], parts[1::2], strict=True)]
+    assert len(passes) == 3
+    for first, second in passes:
+        assert sorted(rows_of(first) + rows_of(second)) == list(range(10))
+        assert [len(np.unique(part.group_indices)) for part in (first, second)] == [3, 2]
+        for part in (first, second):
             assert rows_of(part) == sorted(rows_of(part))
-            assert part.group_indices is not None and batch.group_indices is not None
-            assert all(
-                (batch.group_indices == group).sum() == (part.group_indices == group).sum()
-                for group in part.group_indices
-            )
-    assert len({tuple(rows_of(parts[0][0])) for parts in passes}) > 1, "the passes divide it anew"
+        assert not {*first.group_indices} & {*second.group_indices}, "a group is whole"
+    assert len({tuple(rows_of(first)) for first, _ in passes}) > 1, "the passes divide it anew"
 
 
 def test_a_part_has_its_share_of_a_constant_denominator():
-    config = rl_config(minibatches=2, normalise_by="constant", rollout=rollout(3))
+    config = rl_config(minibatches=2, normalise_by="constant", rollout={**ROLLOUT, "num_prompts": 3})
     loss = make_loss_spec(config)
     assert loss.constant == 3 * 2 * 8
     updates = plan_updates(batch_of_groups([0, 0, 1, 1, 2, 2]), loss, config, seed=1, step=1)
-    assert [part_loss.constant for _, part_loss in updates] == [pytest.approx(32), pytest.approx(16)], (
-        "two groups of three, then one"
-    )
+    # two groups of three, then one
+    assert [part_loss.constant for _, part_loss in updates] == pytest.approx([32, 16])
 
 
 def test_a_part_without_a_loss_counts_for_nothing():
@@ -93,22 +86,21 @@ class MeasuringBackend(FakeBackend):
         super().__init__(step_s, 0.0, {})
         self._kls, self._nats = list(kls), nats
 
-    def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> Any:
+    def forward_backward(self, batch: RolloutBatch, loss: LossSpec):
         future = super().forward_backward(batch, loss)
         kl = self._kls.pop(0)
-        skipped = "the loss is nan" if kl is None else None
-        metrics = {} if kl is None else {"approx_kl/mean": Mean(kl * 4, 4)}
-        future._result = ForwardBackwardResult(
-            loss=None if skipped else 1.0, denominator=4.0, metrics=metrics, skipped=skipped
-        )
+        outcome = {"loss": None, "metrics": {}, "skipped": "the loss is nan"}
+        if kl is not None:
+            outcome = {"loss": 1.0, "metrics": {"approx_kl/mean": Mean(kl * 4, 4)}}
+        future._result = ForwardBackwardResult(denominator=4.0, **outcome)
         return future
 
-    def forward(self, batch: RolloutBatch) -> Any:
+    def forward(self, batch: RolloutBatch):
         moved = np.float32(-self._nats * self._state["weight"])
         return self._submit(lambda: tuple(mask * moved for mask in batch.loss_masks), has_pieces=True)
 
 
-async def train_times(times: int, backend: FakeBackend, **limits: float) -> Any:
+async def train_times(times: int, backend: FakeBackend, **limits: float):
     batch = batch_of_groups([0, 0])
     config = rl_config(updates_per_batch=4, **(limits or {"kl_stop": 0.02}))
     _, results = await train_policy(backend, [(batch, LOSS)] * times, batch, config, version=7)
@@ -136,10 +128,8 @@ async def test_no_update_is_made_after_one_that_measured_more_than_the_limit(
 
 async def test_a_loss_that_does_not_measure_the_kl_is_refused(autojump_clock):
     async with open_fake_backend() as backend:
-        with pytest.raises(
-            ConfigError,
-            match=r"rl\.kl_stop=0\.02 with rl\.loss='ppo_clip', which does not measure approx_kl/mean",
-        ):
+        said = r"rl\.kl_stop=0\.02 with rl\.loss='ppo_clip', which does not measure approx_kl/mean"
+        with pytest.raises(ConfigError, match=said):
             await train_times(2, backend)
 
 
@@ -167,8 +157,8 @@ async def test_a_cancelled_step_is_whole_only_if_nothing_was_left_to_compute(
 
 
 def test_the_kl_of_an_update_is_k3_over_the_trained_tokens():
-    mask = np.asarray([False, True, True])
-    before, after = np.asarray([9, -1, -2], np.float32), np.asarray([0, -1.5, -1], np.float32)
+    mask = np.arange(3) > 0
+    before, after = floats([9, -1, -2], [0, -1.5, -1])
     # r = -0.5 and 1: (e^-0.5 - 1 + 0.5) + (e - 1 - 1) + 0 + 0, over 4 tokens
     kl = measure_kl((before, before), (after, before), (mask, mask))
     assert kl == pytest.approx((0.1065306597 + 0.7182818285) / 4)

@@ -10,9 +10,10 @@ While a job runs, the active rows belong to the device thread; between jobs they
 
 from __future__ import annotations
 
+import copy
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -23,20 +24,12 @@ import trio
 import trio.testing
 from torch import Tensor
 
-from rollouts.engines.local.weights import StagedWeights, copy_trained, read_checkpoint
+from rollouts.engines.local.weights import StagedWeights, read_checkpoint
 from rollouts.errors import EngineClosed, EngineError, ModelError, RequestRefused, WeightVersionError
-from rollouts.models.decoding.batch import (
-    KEPT_BYTES,
-    DecodeBatch,
-    OpenedDecoder,
-    Row,
-    open_decoder,
-)
-from rollouts.models.decoding.decoder import FastDecoder
+from rollouts.models.decoding.batch import KEPT_BYTES, DecodeBatch, Row, StopTexts, open_decoder
 from rollouts.models.draws import make_draw
-from rollouts.models.limits import check_request, choose_context
-from rollouts.models.lora import Adapter, check_places, list_trained
-from rollouts.models.lora_files import read_adapter
+from rollouts.models.limits import check_adapter, check_request, check_unused, choose_context
+from rollouts.models.lora import Adapter, copy_adapter, find_adapters, list_trained, read_adapter
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import Bucket, PauseMode
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
@@ -62,6 +55,7 @@ async def open_local_engine(
     autocast_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     seed: int = 0,
+    tokenizer: Any = None,
 ) -> AsyncIterator[LocalEngine]:
     """An engine on a causal language model, run the fastest way that agrees with the model (models/decoding).
 
@@ -74,32 +68,35 @@ async def open_local_engine(
     own, and to 8192 where its config sets no limit. deterministic: requests are taken as lists. A list is
     what waits, sorted by request id, when the engine is idle and every other task is blocked; the next list
     is taken when the last row of this one has finished. The same lists give the same bits. `seed` and a
-    request's own seed, or else its id, fix the random numbers of its tokens. Raises ModelError for a model
-    that cannot be run exactly, EngineError for bad settings.
+    request's own seed, or else its id, fix the random numbers of its tokens. tokenizer: for stop texts, which
+    are refused without it. Raises ModelError for a model that cannot be run exactly, EngineError for bad
+    settings.
     """
     context = choose_context(model.config, max_context)
     if max_rows < 1:
         raise EngineError(f"max_rows={max_rows}; it must be at least 1")
-    if mode == "shared" and trainer_version is None:
+    if mode == "shared" and not trainer_version:
         raise EngineError(
             "mode='shared' needs trainer_version: a shared engine reports the trainer's version"
         )
 
-    def open_on_device() -> OpenedDecoder:
-        own, added = copy_trained(model, adapter) if mode == "copied" else (model, adapter)
+    def open_on_device() -> DecodeBatch:
+        added = copy_adapter(adapter) if mode == "copied" and adapter else adapter
+        own = copy.deepcopy(model).eval().requires_grad_(False) if mode == "copied" and not adapter else model
         return open_decoder(own, context, max_rows=max_rows, autocast_dtype=autocast_dtype, adapter=added)
 
-    opened = await device_thread.submit(open_on_device)
+    batch = await device_thread.submit(open_on_device)
+    batch.kept_bytes = 0 if deterministic else KEPT_BYTES  # what is kept changes last bits
     features = EngineFeatures(
-        vocab_size=opened.whole.vocab_size,
+        vocab_size=batch.whole.vocab_size,
         context_length=context,
         in_memory_update=mode != "shared",
         update_from_checkpoint=mode != "shared",
         shares_weights=mode == "shared",
         deterministic=deterministic,
     )
-    version = trainer_version or (lambda: 0)
-    engine = LocalEngine(opened, features, device_thread, version, max_rows, seed)
+    batch.stops = StopTexts(tokenizer) if tokenizer else None
+    engine = LocalEngine(batch, features, device_thread, trainer_version or (lambda: 0), max_rows, seed)
     async with open_plain_nursery() as nursery:
         nursery.start_soon(engine._schedule)
         try:
@@ -112,29 +109,24 @@ async def open_local_engine(
 class LocalEngine:
     """An InferenceEngine. Made by open_local_engine."""
 
-    opened: InitVar[OpenedDecoder]
+    _batch: DecodeBatch
     features: EngineFeatures
     _device_thread: DeviceThread
     _trainer_version: Callable[[], int]
     _max_rows: int
     _seed: int
 
-    def __post_init__(self, opened: OpenedDecoder) -> None:
-        self.path = opened.path  # how the model is run; see models/decoding
-        self.describe = opened.describe
-        kept_bytes = 0 if self.features.deterministic else KEPT_BYTES  # what is kept changes last bits
-        self._batch = DecodeBatch(opened.whole, opened.decoder, kept_bytes=kept_bytes)
-        self._model = opened.whole.model
-        self._trained = opened.whole.adapter or self._model
+    def __post_init__(self) -> None:
+        self.path, self.describe = self._batch.path, self._batch.describe  # see models/decoding
+        self._model = self._batch.whole.model
+        self._trained = self._batch.whole.adapter or self._model
         self._weights = None if self.features.shares_weights else StagedWeights(self._trained)
         self._version = self._trainer_version()  # of the copy; a shared engine asks the trainer every time
-        self._mixes = isinstance(opened.decoder, FastDecoder) and opened.decoder.mixes
         self._in_flight: dict[str, Row] = {}  # whose callers wait
         self._waiting: list[Row] = []
         self._listed: list[Row] = []  # may be admitted, in this order
         self._active: list[Row] = []  # those in the batch
-        self._paused: PauseMode | None = None
-        self._resume_after_update = False
+        self._paused: PauseMode | Literal["update"] | None = None  # "update": until it ends
         self._job_running = False
         self._interrupt = False  # read by the device thread between steps
         self._closed = False
@@ -152,21 +144,20 @@ class LocalEngine:
         self._check_open()
         features = self.features
         check_request(request, vocab_size=features.vocab_size, max_context=features.context_length)
-        name, adapter = request.request_id, request.adapter
-        if adapter and adapter not in self._batch.adapters:
+        check_adapter(request, self._batch.adapters)
+        name = request.request_id
+        if request.sampling.stop_texts and not self._batch.stops:
             raise RequestRefused(
-                f"request {name!r}: adapter={adapter!r}; the engine has {sorted(self._batch.adapters)}:"
-                " await add_adapter() first"
+                f"request {name!r}: stop_texts take an engine that was opened with a tokenizer"
             )
         if name in self._in_flight:
             raise RequestRefused(
                 f"request {name!r}: request_id is in flight already; ids are unique in a run"
             )
-        draw, answered = make_draw(self._seed, request), trio.Event()
-        row = Row(request, draw, answered.set)
-        self._in_flight[name] = row
+        answered = trio.Event()
+        row = self._in_flight[name] = Row(request, make_draw(self._seed, request), answered.set)
         self._waiting.append(row)
-        if not features.deterministic and self._paused is None and len(self._active) < self._max_rows:
+        if not features.deterministic and not self._paused and len(self._active) < self._max_rows:
             self._interrupt = True
         self._changed.unpark_all()
         try:
@@ -175,7 +166,7 @@ class LocalEngine:
             del self._in_flight[name]
             if not answered.is_set():
                 self._end_early(row)
-        if row.failure is not None:
+        if row.failure:
             raise row.failure
         return row.completion()
 
@@ -187,7 +178,6 @@ class LocalEngine:
         """
         self._check_open()
         self._paused = mode
-        self._resume_after_update = False
         if mode == "abort":
             await self.abort_all()
         self._interrupt = True
@@ -197,7 +187,7 @@ class LocalEngine:
     async def resume(self) -> None:
         """Opens admission; frozen requests go on. An update that was begun and not finished is given up."""
         self._check_open()
-        self._resume_after_update = True
+        self._paused = "update"
         self._end_update()
         await trio.lowlevel.checkpoint()
 
@@ -224,7 +214,7 @@ class LocalEngine:
         request.
         """
         self._check_open()
-        if self._active or self._job_running:
+        if self._active:
             raise EngineError(
                 f"release_memory with {len(self._active)} active requests; await pause('wait') or"
                 " pause('abort') first"
@@ -256,9 +246,9 @@ class LocalEngine:
         not paused freezes until the end.
         """
         weights = self._updatable()
-        if self._paused is None:
+        if not self._paused:
             await self.pause("keep")
-            self._resume_after_update = True
+            self._paused = "update"
         weights.begin()
 
     def receive_bucket(self, bucket: Bucket) -> None:
@@ -301,7 +291,7 @@ class LocalEngine:
         A shared engine has nothing to load. Raises WeightVersionError if `version` is not the trainer's;
         EngineError, with the old weights in place, for files that are missing, damaged or of another model.
         """
-        if self._weights is None:
+        if not self._weights:
             self._check_open()
             if version != self._current_version():
                 raise WeightVersionError(
@@ -339,7 +329,8 @@ class LocalEngine:
             if not name or name in self._batch.adapters:
                 raise EngineError(f"add_adapter({name!r}): the name must be new, and not empty")
             found = read_adapter(self._model, adapter) if isinstance(adapter, Path) else adapter
-            check_places(found, self._model)
+            if found.of is not find_adapters(self._model):  # it would do nothing in this one
+                raise ModelError(f"it is an adapter of another model, the one of {found.of.base}")
             self._batch.adapters[name] = found
 
         try:
@@ -353,32 +344,26 @@ class LocalEngine:
         await self._wait_until(
             lambda: not any(row.leaving and row.request.adapter == name for row in self._active)
         )
-        users = [key for key, row in self._in_flight.items() if row.request.adapter == name]
-        if users or name not in self._batch.adapters:
-            raise EngineError(
-                f"remove_adapter({name!r}): the engine has {sorted(self._batch.adapters)}, and {users[:3]} in"
-                " flight use it; abort them first"
-            )
+        check_unused(name, self._batch.adapters, (row.request for row in self._in_flight.values()))
         del self._batch.adapters[name]
 
     def _end_update(self) -> None:
-        if self._weights is not None:
+        if self._weights:
             self._weights.discard()
-        if self._resume_after_update:
-            self._resume_after_update = False
+        if self._paused == "update":
             self._paused = None
             self._changed.unpark_all()
 
     def _updatable(self) -> StagedWeights:
         self._check_open()
-        if self._weights is None:
+        if not self._weights:
             raise EngineError(
                 "an engine that shares the trainer's weights takes no update; open it with mode='copied'"
             )
         return self._weights
 
     def _current_version(self) -> int:
-        return self._trainer_version() if self._weights is None else self._version
+        return self._version if self._weights else self._trainer_version()
 
     # --- the scheduler --------------------------------------------------------------------------------------
 
@@ -399,11 +384,11 @@ class LocalEngine:
     def _has_work(self) -> bool:
         if any(row.leaving for row in self._active) or (self._paused == "wait" and self._active):
             return True
-        return self._paused is None and bool(self._active or self._listed or self._waiting)
+        return not self._paused and bool(self._active or self._listed or self._waiting)
 
     def _take_admissible(self) -> list[Row]:
         """The rows that become active now."""
-        if self._paused is not None:
+        if self._paused:
             return []
         if not self.features.deterministic:
             self._listed += self._waiting
@@ -412,7 +397,7 @@ class LocalEngine:
             self._listed = sorted(self._waiting, key=lambda row: row.request.request_id)
             self._waiting.clear()
         count = self._max_rows - len(self._active)
-        if not self._mixes:  # rows of one adapter at a time, in the order in which they came
+        if not self._batch.decoder.mixes:  # rows of one adapter at a time, in the order in which they came
             names = [row.request.adapter for row in (*self._active, *self._listed)]
             own = sum(1 for _ in takewhile(lambda name: name == names[0], names))
             count = min(count, own - len(self._active))

@@ -4,7 +4,6 @@ not at all.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 
 from rollouts.errors import EngineError, ModelError
 from rollouts.models.directories import is_adapter
-from rollouts.models.lora import Adapter, copy_adapter
-from rollouts.models.lora_files import read_adapter_weights
+from rollouts.models.lora import Adapter, read_adapter_weights
 from rollouts.models.sharded import convert_group, plan_weights, read_tensors
 from rollouts.protocols import Bucket
 
@@ -84,13 +82,6 @@ class StagedWeights:
                 staged, target.data = target.data, staged
             self._spare[key] = staged
         self.is_open = False
-
-
-def copy_trained(model: PreTrainedModel, adapter: Adapter | None) -> tuple[PreTrainedModel, Adapter | None]:
-    """The model with a copy of the adapter, or a copy of a model without one; neither trains."""
-    if adapter is not None:
-        return model, copy_adapter(adapter)
-    return copy.deepcopy(model).eval().requires_grad_(False), None
 
 
 def read_checkpoint(path: Path, model: PreTrainedModel) -> Iterator[Bucket]:

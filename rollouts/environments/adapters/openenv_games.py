@@ -47,8 +47,7 @@ def open_openenv(
             seen = await ask(connection, "step", to_action(turn.message["content"]))
         except ValueError as error:
             return f"Error: {error}"
-        shown = to_text(seen["observation"])
-        return Observation(messages=shown, reward=seen["reward"], done=seen["done"])
+        return Observation(messages=to_text(seen["observation"]), reward=seen["reward"], done=seen["done"])
 
     @asynccontextmanager
     async def open_game(row: Row) -> AsyncIterator[SimpleNamespace]:
@@ -56,8 +55,7 @@ def open_openenv(
         while True:
             async with open_connection(f"{url}/ws") as connection:
                 with suppress(trio.WouldBlock):
-                    asked = {"seed": compute_seed(row), **row.get("reset", {})}
-                    seen = await ask(connection, "reset", asked)
+                    seen = await ask(connection, "reset", {"seed": compute_seed(row), **row.get("reset", {})})
                     first = begin_game(row, to_text(seen["observation"]))
                     yield SimpleNamespace(reset=partial(list, first), step=partial(step, connection))
                     return

@@ -11,8 +11,6 @@ import html
 import math
 import re
 import time
-from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,8 @@ from rollouts.inspect.record import (
     open_records,
     read_settings,
 )
-from rollouts.inspect.tokens import find_tokenizer, find_updates, read_tokens
-from rollouts.inspect.turns import list_turns
-from rollouts.run_dir import RunDir, describe_activity, find_activity, replace_file
+from rollouts.inspect.samples import find_updates, list_turns, read_tokens
+from rollouts.run_dir import describe_activity, find_activity, replace_file
 from rollouts.types import encode_json
 
 # --- samples ------------------------------------------------------------------------------------------------
@@ -63,7 +60,7 @@ SHARE = 0.3  # of the room that tokens may take
 SAMPLE_TOKENS = 4_000  # of one sample; the rest is cut
 
 
-def gather_samples(record: Record, limit_bytes: int, examples: Sequence[int]) -> list[str]:
+def gather_samples(record: Record, limit_bytes: int, examples: list[int]) -> list[str]:
     """JSON of the samples for the page in the order of the file, by the table samples_held. `examples`:
     places that are wanted first.
 
@@ -71,13 +68,11 @@ def gather_samples(record: Record, limit_bytes: int, examples: Sequence[int]) ->
     its tokens, the most wanted samples first, until those take their SHARE. A trajectory has `turns`, the
     advantage and weight of its last segment, and the share of all.
     """
-    record.add_views("contributions")
     for_tokens = SHARE * limit_bytes * bool(record.rows("FROM contributions LIMIT 1"))
-    chosen = [row["place"] for row in record.rows(CHOSEN, [list(examples), int(limit_bytes - for_tokens)])]
+    chosen = [row["place"] for row in record.rows(CHOSEN, [examples, int(limit_bytes - for_tokens)])]
     rows = record.read_samples(chosen)
     updates = find_updates(record, rows)
-    tokenizer = find_tokenizer(record) if any(updates) else None
-    texts: dict[int, str] = {}
+    texts = {}
     missing = 0
     for place, row, found in zip(chosen, rows, updates, strict=True):
         sample = {name: value for name, value in row.items() if name not in LEFT_OUT}
@@ -87,7 +82,7 @@ def gather_samples(record: Record, limit_bytes: int, examples: Sequence[int]) ->
         sample |= {name: update[name] for name in ("advantage", "weight", "share") if name in update}
         if for_tokens > 0 and "shard" in update:
             try:
-                pieces, values = read_tokens(record, found, tokenizer)
+                pieces, values = read_tokens(record, found)
             except RecordError:
                 missing += 1
             else:
@@ -228,16 +223,18 @@ TABLES = {
 }
 
 
-def gather_run(record: Record, name: str = "", *, share: float = 1.0) -> tuple[dict[str, Any], list[str]]:
+def gather_run(record: Record, name: str = "", *, share: float) -> tuple[dict[str, Any], list[str]]:
     """(everything of a run that the page says of it, its samples as JSON texts), in this share of the page.
     The record must have its points.
     """
     load_facts(record, BYTES)
-    record.connection.execute(PLACED.format(most=POINTS, values=int(share * CURVE_VALUES)))
+    record.execute(PLACED.format(most=POINTS, values=int(share * CURVE_VALUES)))
     tables = {table: record.rows(sql) for table, sql in TABLES.items()}
-    activity = find_activity(record.run_dir)
+    activity, log = find_activity(record.run_dir), record.run_dir.updates_log
+    text = log.read_text("utf-8", "replace") if log.exists() else ""
+    *lines, torn = text.split("\n")
     samples = gather_samples(record, int(share * SAMPLE_BYTES), [row["place"] for row in tables["messages"]])
-    facts = tables | {
+    return tables | {
         "name": name,
         "directory": str(record.root),
         "state": activity.state,
@@ -247,73 +244,46 @@ def gather_run(record: Record, name: str = "", *, share: float = 1.0) -> tuple[d
         "checkpoints": sorted(find_checkpoints(record.run_dir)),
         "summary": record.summary,
         "notes": record.notes,
-        "updates": read_updates(record.run_dir),
+        "updates": {
+            "lines": [line[:LINE_CHARS] for line in lines[-NEWEST_LINES:]],
+            "total": len(lines),
+            "torn": bool(torn),
+        },
         "config": list(read_settings(record.run_dir).items()),
-    }
-    return facts, samples
-
-
-def read_updates(run_dir: RunDir) -> dict[str, Any]:
-    """The newest lines of updates.log, how many there are, and whether the last is torn."""
-    text = run_dir.updates_log.read_text("utf-8", "replace") if run_dir.updates_log.exists() else ""
-    *lines, torn = text.split("\n")
-    shown = [line[:LINE_CHARS] for line in lines[-NEWEST_LINES:]]
-    return {"lines": shown, "total": len(lines), "torn": bool(torn)}
+    }, samples
 
 
 # --- the page -----------------------------------------------------------------------------------------------
 
 
-SCRIPTS = (
-    "base",
-    "facts",
-    "charts",
-    "curves",
-    "phases",
-    "overview",
-    "samples",
-    "transcript",
-    "keys",
-)  # in order
-
-
-def write_report(roots: Sequence[Path], path: Path) -> int:
+def write_report(roots: list[Path], path: Path) -> int:
     """Writes the report of one run, or the comparison of several, and returns its bytes. A file that is there
-    is replaced as a whole.
+    is replaced as a whole. Texts of the runs are only in its JSON and in its title, escaped for both.
 
     Raises RunDirError for a directory that is no run, or is damaged; StorageError where the file cannot be
     written.
     """
     with open_records(roots) as records:
         runs = [gather_run(record, name, share=1 / len(roots)) for name, record in records.items()]
-    page = make_page(runs).encode("utf-8", errors="replace")
-    replace_file(path, [page], way_out="name another file with --output FILE")
-    return len(page)
-
-
-def make_page(runs: Sequence[tuple[dict[str, Any], list[str]]]) -> str:
-    """The page. Texts of the runs are only in its JSON and in its title, escaped for both."""
     facts = [facts for facts, _ in runs]
-    report = {"version": __version__, "made": int(time.time()), "runs": facts}
-    files = resources.files("rollouts.inspect.report")
-    style, *scripts, frame = (
-        files.joinpath(name).read_text(encoding="utf-8")
-        for name in ("report.css", *(f"{name}.js" for name in SCRIPTS), "report.html")
+    # report.html names the files that stand inside it, in order
+    here = Path(__file__).with_name("report.html")
+    frame = re.sub(
+        r"\{\{(\w+\.\w+)\}\}",
+        lambda match: here.with_name(match[1]).read_text("utf-8"),
+        here.read_text("utf-8"),
     )
-    script = '"use strict";\n(() => {\n' + "\n".join(scripts) + "})();\n"
-    policy = (
-        f"default-src 'none'; style-src 'sha256-{hash_source(style)}'; script-src"
-        f" 'sha256-{hash_source(script)}'; img-src data:; base-uri 'none'; form-action 'none'"
-    )
+    style, script = re.findall("<(?:style|script)>(.*?)</(?:style|script)>", frame, re.DOTALL)
     values = {
-        "policy": policy,
+        "policy": f"default-src 'none'; style-src 'sha256-{hash_source(style)}'; script-src"
+        f" 'sha256-{hash_source(script)}'; img-src data:; base-uri 'none'; form-action 'none'",
         "title": html.escape(" · ".join(run["name"] for run in facts)),
-        "style": style,
-        "script": script,
-        "data": encode_for_script(report),
+        "data": encode_for_script({"version": __version__, "made": int(time.time()), "runs": facts}),
         "samples": f"[{','.join('[' + ','.join(texts) + ']' for _, texts in runs)}]",
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], frame)
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], frame).encode(errors="replace")
+    replace_file(path, [page], way_out="name another file with --output FILE")
+    return len(page)
 
 
 def hash_source(text: str) -> str:

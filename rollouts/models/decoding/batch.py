@@ -14,11 +14,14 @@ recompute   the model's own forward without a cache       any causal model; a to
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -26,11 +29,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollouts.errors import EngineError, ModelError
-from rollouts.models.decoding.decoder import CachedDecoder, FastDecoder, RecomputeDecoder, WholeModel
+from rollouts.models.decoding.decoder import (
+    CachedDecoder,
+    FastDecoder,
+    RecomputeDecoder,
+    WholeModel,
+    score_prompt,
+)
 from rollouts.models.draws import DRAW_DTYPE, make_draw, sample_tokens
 from rollouts.models.limits import find_rotary_limit
 from rollouts.models.lora import Adapter, find_adapters, use_adapters
-from rollouts.types import Completion, FinishReason, FloatArray, GenerateRequest, IntArray, SamplingParams
+from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray, SamplingParams, TokenScores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,9 +67,15 @@ class Row:
     versions: list[int] = field(default_factory=list)
     prompt_version: int | None = None  # weights that computed what is kept of the prompt
     finish_reason: FinishReason | None = None
-    prompt_log_probs: FloatArray | None = None  # where the request asks for them
+    prompt_scores: Mapping[str, Any] = field(default_factory=dict)  # fields of its completion
+    top: list[TokenScores] = field(default_factory=list)  # [k] the likeliest, of each token
     leaving: bool = False  # whether it ends before the next step
     failure: EngineError | None = None
+
+    @property
+    def tokens(self) -> IntArray:
+        """The prompt's, and those drawn."""
+        return np.array([*self.request.prompt_ids, *self.token_ids])
 
     @property
     def position(self) -> int:
@@ -69,31 +84,42 @@ class Row:
 
     def completion(self) -> Completion:
         """What there is; "abort" if the row did not finish."""
+        top = (np.stack(each)[:, : self.request.top_log_probs] for each in zip(*self.top, strict=True))
         return Completion(
             request_id=self.request.request_id,
             token_ids=np.asarray(self.token_ids, np.int64),
             log_probs=np.asarray(self.log_probs, np.float32),
             weight_versions=np.asarray(self.versions, np.int64),
             finish_reason=self.finish_reason or "abort",
-            prompt_log_probs=self.prompt_log_probs,
+            top_log_probs=TokenScores(*top) if self.top else None,
+            **self.prompt_scores,
         )
 
 
 class DecodeBatch:
-    """Rows without holes."""
+    """Rows without holes. Made by open_decoder."""
 
-    def __init__(self, whole: WholeModel, decoder: Decoder, *, kept_bytes: int = 0) -> None:
-        """kept_bytes: for the keys and values of ended rows of trajectories, with a FastDecoder."""
-        self.decoder = decoder
+    def __init__(
+        self, whole: WholeModel, decoder: Decoder, path: ForwardPath, refused: Mapping[ForwardPath, str]
+    ) -> None:
+        """refused: the paths faster than `path`, and what was in their way."""
+        self.whole, self.decoder, self.path, self.refused = whole, decoder, path, refused
         self.rows: list[Row] = []
         # tokens of the prompts computed, and kept of earlier turns; steps, and rows summed over the steps
         self.totals = dict.fromkeys(("prefill_tokens", "prefix_tokens", "decode_steps", "decode_rows"), 0)
         self.adapters: dict[str, Adapter] = {}  # that rows may name
-        self._whole = whole
-        self._kept_bytes = kept_bytes
+        self.stops: StopTexts | None = None  # without it no row may have stop texts
+        self.kept_bytes = KEPT_BYTES  # with a FastDecoder; 0: keeps nothing of rows that end
         # by trajectory, least recently ended first: its last row, and what FastDecoder.copy_row gave of it
         self._kept: dict[str, tuple[Row, Tensor]] = {}
         self._draws = np.zeros(0, DRAW_DTYPE)
+
+    def describe(self) -> str:
+        """How the model is run, and why no faster: one line for people."""
+        if self.path not in COSTS:
+            return "the embedded engine runs this model by its fast path"
+        reasons = "; ".join(f"{path}: {why}" for path, why in self.refused.items())
+        return f"the embedded engine runs this model {COSTS[self.path]} ({reasons})"
 
     def run(
         self,
@@ -109,7 +135,7 @@ class DecodeBatch:
 
         Other work that waits shortens the job; one step is always made, unless interrupted or without rows.
         """
-        with self._whole.computing():
+        with self.whole.computing():
             if admit:
                 self.admit(admit, version)
             ended = self.take_ended()
@@ -140,13 +166,13 @@ class DecodeBatch:
         weights; what is kept of its trajectory by the same weights is not computed again.
         """
         holders = {_key(row): index for index, row in enumerate(self.rows) if row.prompt_version == version}
-        groups: dict[bytes, list[Row]] = {}
+        groups = {}
         for row in rows:
             # an adapter with a name has no version: what it computed is not used again
             row.prompt_version = None if row.request.adapter else version
-            if row.request.score_prompt:
+            if row.request.asks_of_prompt:
                 with self._routing([row]):
-                    row.prompt_log_probs = self._whole.score(row.request.prompt_ids)
+                    row.prompt_scores = score_prompt(self.whole, row.request, row.draw)
             groups.setdefault(_key(row), []).append(row)
         if isinstance(self.decoder, FastDecoder):  # a recurrent state cannot be turned back to its prompt
             joined = [row for key in list(groups) if key in holders for row in groups.pop(key)]
@@ -169,25 +195,22 @@ class DecodeBatch:
             count = 1  # a long prompt goes alone
             while count < len(keys) and (count + 1) * (groups[keys[count]][0].position + 1) <= PREFILL_TOKENS:
                 count += 1
-            chosen = [groups[key] for key in keys[:count]]
-            prompts = [group[0].request.prompt_ids for group in chosen]
-            with self._routing([group[0] for group in chosen]):
+            chosen, first = [groups[key] for key in keys[:count]], len(self.rows)
+            firsts = [group[0] for group in chosen]
+            prompts = [row.request.prompt_ids for row in firsts]
+            with self._routing(firsts):
                 if kept:
                     assert isinstance(self.decoder, FastDecoder)
                     logits = self.decoder.prefill(prompts, [kept[key] for key in keys[:count]])
                 else:
                     logits = self.decoder.prefill(prompts)
-            self._begin(chosen, logits, version)
+            # every row draws its first token by the logits after the prompt of its group
+            copied = [index for index, group in enumerate(chosen) for _ in group[1:]]
+            self.totals["prefill_tokens"] += sum(row.position + 1 for row in firsts)
+            self._append(firsts)
+            self._append([row for group in chosen for row in group[1:]], [first + index for index in copied])
+            self._draw(logits[self.whole.to_device(np.array([*range(count), *copied]))], first, version)
             del keys[:count]
-
-    def _begin(self, groups: Sequence[list[Row]], logits: Tensor, version: int) -> None:
-        """Every row of the groups draws its first token, by the logits after the prompt of each group."""
-        first, firsts = len(self.rows), [group[0] for group in groups]
-        copied = [index for index, group in enumerate(groups) for _ in group[1:]]
-        self.totals["prefill_tokens"] += sum(row.position + 1 for row in firsts)
-        self._append(firsts)
-        self._append([row for group in groups for row in group[1:]], [first + index for index in copied])
-        self._draw(logits[self._whole.to_device(np.array([*range(len(groups)), *copied]))], first, version)
 
     def _take_kept(self, row: Row) -> Tensor | None:
         """What is kept of its trajectory, if the same weights computed it: keys and values of the tokens with
@@ -198,21 +221,10 @@ class DecodeBatch:
         ended, states = self._kept.pop(row.request.trajectory, (row, None))
         if states is None or ended.prompt_version != row.prompt_version:
             return None
-        held = np.array([*ended.request.prompt_ids, *ended.token_ids][: states.shape[3]])
+        held = ended.tokens[: states.shape[3]]
         prompt = row.request.prompt_ids[:-1]
         same = held[: len(prompt)] == prompt[: len(held)]
         return states[..., : np.cumprod(same).sum(), :]
-
-    def _keep(self, index: int) -> None:
-        """Keeps what a row that ends leaves to the next turn of its trajectory; what was kept first makes
-        room.
-        """
-        row = self.rows[index]
-        known = row.prompt_version is not None
-        if known and row.request.trajectory and self._kept_bytes and isinstance(self.decoder, FastDecoder):
-            self._kept[row.request.trajectory] = row, self.decoder.copy_row(index, row.position)
-            while sum(states.nbytes for _, states in self._kept.values()) > self._kept_bytes:
-                del self._kept[next(iter(self._kept))]
 
     def _append(self, rows: Sequence[Row], holders: Sequence[int] = ()) -> None:
         """Adds rows, whose prompts are copied from the rows `holders`; without these the decoder has them."""
@@ -227,9 +239,12 @@ class DecodeBatch:
     def step(self, version: int) -> None:
         """One token for every row."""
         last = [row.token_ids[-1] if row.token_ids else row.request.prompt_ids[-1] for row in self.rows]
-        positions = np.array([row.position for row in self.rows])
+        positions = [row.position for row in self.rows]
         with self._routing(self.rows):
-            logits = self.decoder.decode(np.array(last, np.int64), positions)
+            if isinstance(self.decoder, RecomputeDecoder):
+                logits = self.decoder.prefill([row.tokens for row in self.rows])
+            else:
+                logits = self.decoder.decode(np.array(last, np.int64), np.array(positions))
         self.totals["decode_steps"] += 1
         self.totals["decode_rows"] += len(self.rows)
         self._draw(logits, 0, version)
@@ -239,12 +254,12 @@ class DecodeBatch:
         names = [row.request.adapter for row in rows]
         if not any(names):
             return nullcontext()
-        routes: list[tuple[Adapter, Tensor | None]] = []
+        routes = []
         for name in sorted(set(names)):
-            if adapter := self.adapters[name] if name else self._whole.adapter:
+            if adapter := self.adapters[name] if name else self.whole.adapter:
                 own = np.flatnonzero([other == name for other in names])
-                routes.append((adapter, None if len(own) == len(names) else self._whole.to_device(own)))
-        return use_adapters(self._whole.model, routes)
+                routes.append((adapter, None if len(own) == len(names) else self.whole.to_device(own)))
+        return use_adapters(self.whole.model, routes)
 
     def _draw(self, logits: Tensor, first: int, version: int) -> None:
         """One token for each row from `first` on."""
@@ -255,6 +270,11 @@ class DecodeBatch:
                 f"the model's logits are not finite in {wrong} of {len(rows)} rows; the weights are damaged"
                 " or overflow in this dtype: load good weights or compute in float32"
             )
+        if ranked := [index for index, row in enumerate(rows) if row.request.top_log_probs]:
+            most = max(rows[index].request.top_log_probs for index in ranked)
+            top = sample_tokens(logits[ranked], draws[ranked], top=most).top
+            for index, *found in zip(ranked, *top, strict=True):
+                rows[index].top.append(TokenScores(*found))
         draws["drawn"] += np.uint64(1)
         for row, token, log_prob in zip(
             rows, sampled.token_ids.tolist(), sampled.log_probs.tolist(), strict=True
@@ -262,9 +282,12 @@ class DecodeBatch:
             row.token_ids.append(token)
             row.log_probs.append(log_prob)
             row.versions.append(version)
-            if token in row.request.sampling.stop_token_ids:
+            sampling = row.request.sampling
+            if token in sampling.stop_token_ids or (
+                self.stops and sampling.stop_texts and self.stops.complete(row.token_ids, sampling.stop_texts)
+            ):
                 row.finish_reason = "stop"
-            elif len(row.token_ids) == row.request.sampling.max_new_tokens:
+            elif len(row.token_ids) == sampling.max_new_tokens:
                 row.finish_reason = "length"
 
     def take_ended(self) -> list[Row]:
@@ -275,19 +298,60 @@ class DecodeBatch:
         gone = np.flatnonzero(ended).tolist()
         if not gone:
             return []
-        for index in gone:
-            self._keep(index)
+        for index in gone:  # keeps what a row leaves to the next turn of its trajectory
+            row = self.rows[index]
+            known, trajectory = row.prompt_version is not None, row.request.trajectory
+            if known and trajectory and self.kept_bytes and isinstance(self.decoder, FastDecoder):
+                self._kept[trajectory] = row, self.decoder.copy_row(index, row.position)
+                while sum(states.nbytes for _, states in self._kept.values()) > self.kept_bytes:
+                    del self._kept[next(iter(self._kept))]  # what was kept first makes room
         count = len(ended) - len(gone)
         order = np.arange(count)
         order[ended[:count]] = count + np.flatnonzero(~ended[count:])
         self.decoder.select(order, max(row.position for row in self.rows))
-        found = [self.rows[index] for index in gone]
-        self.rows, self._draws = [self.rows[index] for index in order], self._draws[order]
-        return found
+        rows, self._draws = self.rows, self._draws[order]
+        self.rows = [rows[index] for index in order]
+        return [rows[index] for index in gone]
 
 
 def _key(row: Row) -> bytes:
     return row.request.adapter.encode() + np.asarray(row.request.prompt_ids, np.int64).tobytes()
+
+
+# --- texts that end a row -----------------------------------------------------------------------------------
+
+
+HEAD = 8  # tokens before a text's: it may begin within a token, and the first token of all may lose its space
+CHARACTER_BYTES = 4  # of the longest; a token may be as little as one
+HALF = "\ufffd"  # in place of bytes that are no character
+
+
+class StopTexts:
+    """What a tokenizer's tokens spell. Only those that may hold a text's last character make it decode."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        # a copy, for this thread: others set their padding meanwhile
+        self._decode = partial(copy.deepcopy(tokenizer).decode, skip_special_tokens=False)
+        self._spell = cache(lambda token: self._decode([token, token]))  # the second as it is within a row
+
+    def complete(self, token_ids: Sequence[int], texts: Sequence[str]) -> bool:
+        """Whether the last of the tokens completes one of the texts.
+
+        A token that spells anything has a byte at least, so as many as a text's bytes reach back far enough.
+        One of four places to begin at is the beginning of a character: after half of one, a tokenizer may
+        spell nothing of the bytes that follow.
+        """
+        last = self._spell(token_ids[-1])
+        if not any(text[-1] in last or HALF in last for text in texts):
+            return False
+        longest = max(len(text.encode()) for text in texts) + HEAD
+        tail = [*islice(filter(self._spell, reversed(token_ids)), longest)][::-1]
+        for first in range(CHARACTER_BYTES):
+            said = self._decode(tail[first:])
+            found = any(text in said for text in texts)
+            if found or HALF not in said:
+                return found
+        return False
 
 
 # --- the way a model is run ---------------------------------------------------------------------------------
@@ -310,31 +374,6 @@ COSTS = {
 }
 
 
-class OpenedDecoder(NamedTuple):
-    """A decoder that agrees with its model, and why no faster one runs."""
-
-    whole: WholeModel
-    decoder: Decoder
-    path: ForwardPath
-    refused: Mapping[ForwardPath, str]  # the faster paths, and what was in their way
-
-    def describe(self) -> str:
-        """One line for people."""
-        reasons = "; ".join(f"{path}: {why}" for path, why in self.refused.items())
-        how = f"{COSTS[self.path]} ({reasons})" if self.path in COSTS else "by its fast path"
-        return f"the embedded engine runs this model {how}"
-
-
-def check_rotary(model: PreTrainedModel, max_context: int) -> None:
-    """Raises ModelError for rotary frequencies that change with the length within `max_context`."""
-    limit = find_rotary_limit(model.config)
-    if limit is not None and max_context > limit.tokens:
-        raise ModelError(
-            f"config.rope_parameters: {limit}, so a token's log-prob would depend on what comes after it; set"
-            f" max_context to {limit.tokens} or less"
-        )
-
-
 def open_decoder(
     model: PreTrainedModel,
     max_context: int,
@@ -343,66 +382,68 @@ def open_decoder(
     autocast_dtype: torch.dtype | None = None,
     compiled: bool = True,
     adapter: Adapter | None = None,
-) -> OpenedDecoder:
-    """The fastest decoder, of a model with the adapter, whose log-probs agree with the model's own forward
-    on a probe (see TOLERANCE). Without `compiled` none that a compiler makes, which takes minutes.
+) -> DecodeBatch:
+    """A batch on the fastest decoder, of a model with the adapter, whose log-probs agree with the model's own
+    forward on a probe (see TOLERANCE). Without `compiled` none that a compiler makes, which takes minutes.
 
-    Raises ModelError naming what was in the way of each; and as check_rotary, for there is then no one
-    log-prob to agree with.
+    Raises ModelError naming what was in the way of each; and for rotary frequencies that change with the
+    length within `max_context`: there is then no one log-prob to agree with.
     """
-    check_rotary(model, max_context)
+    limit = find_rotary_limit(model.config)
+    if limit and max_context > limit.tokens:
+        raise ModelError(
+            f"config.rope_parameters: {limit}, so a token's log-prob would depend on what comes after it; set"
+            f" max_context to {limit.tokens} or less"
+        )
     whole = WholeModel(model, autocast_dtype, adapter)
     config = model.config.get_text_config()
     windows = {getattr(config, name, None) for name in WINDOW_NAMES}  # a prompt leaves each
     longest = min(LONGEST_PROBED_WINDOW + 1, max_context)
     beyond = [window + 2 for window in windows if isinstance(window, int) and 8 < window < longest]
     chunk = getattr(config, "attention_chunk_size", None) or 0
-
-    def make(path: ForwardPath) -> Decoder:
-        if path == "recompute":
-            return RecomputeDecoder(whole)
-        if path != "cached":
-            rows = max(max_rows, len(PROBE_LENGTHS))
-            return FastDecoder(whole, max_rows=rows, max_context=max_context, compiled=path == "compiled")
-        if LONGEST_PROBED_WINDOW < chunk < max_context:
-            # padding moves the borders of chunks, which only a probe can show to be harmless
-            raise ModelError(
-                f"config.attention_chunk_size={chunk} is more than the {LONGEST_PROBED_WINDOW} positions that"
-                f" are probed and less than the context of {max_context}; lower max_context to {chunk}"
-            )
-        return CachedDecoder(whole)
-
-    tolerance, refused = TOLERANCE if whole.is_exact else HALF_TOLERANCE, dict[ForwardPath, str]()
+    refused = dict[ForwardPath, str]()
     # of adapters that come and go each set would be a program
     compiled = compiled and whole.device.type == "cuda" and find_adapters(model) is None
     for path in PATHS if compiled else PATHS[1:]:
+        lengths = PROBE_LENGTHS
         try:
-            decoder = make(path)
-            lengths = (*PROBE_LENGTHS, *sorted(beyond)) if path == "cached" else PROBE_LENGTHS
-            difference = probe_difference(whole, decoder, lengths)
-            if difference <= tolerance:
-                return OpenedDecoder(whole, decoder, path, refused)
-            refused[path] = (
-                f"its log-probs differ from the model's own by {difference:.3g} nats on a probe; the limit is"
-                f" {tolerance:g}"
-            )
+            if path == "recompute":
+                decoder = RecomputeDecoder(whole)
+            elif path != "cached":
+                rows = max(max_rows, len(lengths))
+                decoder = FastDecoder(
+                    whole, max_rows=rows, max_context=max_context, compiled=path == "compiled"
+                )
+            elif LONGEST_PROBED_WINDOW < chunk < max_context:
+                # padding moves the borders of chunks, which only a probe can show to be harmless
+                raise ModelError(
+                    f"config.attention_chunk_size={chunk} is more than the {LONGEST_PROBED_WINDOW} positions"
+                    f" that are probed and less than the context of {max_context}; lower max_context to"
+                    f" {chunk}"
+                )
+            else:
+                decoder, lengths = CachedDecoder(whole), (*lengths, *sorted(beyond))
+            batch = DecodeBatch(whole, decoder, path, refused)
+            check_log_probs(batch, lengths)
+            return batch
         except ModelError as error:
             refused[path] = str(error)
         except Exception as error:  # whatever a model raises that is run in a way it was not written for
             refused[path] = f"it does not run: {type(error).__name__}: {error}"
-    found = "; ".join(f"{path}: {why}" for path, why in refused.items())
-    name = type(model).__name__
-    raise ModelError(f"{name} cannot be run exactly here ({found}); use an engine that serves it")
+    raise ModelError(
+        f"{type(model).__name__} cannot be run exactly here"
+        f" ({'; '.join(f'{path}: {why}' for path, why in refused.items())}); use an engine that serves it"
+    )
 
 
-def probe_difference(whole: WholeModel, decoder: Decoder, lengths: Sequence[int]) -> float:
-    """Largest |engine - model| log-prob in nats of the tokens that the decoder generates after prompts of
-    these lengths; in half precision the largest mean of a row.
+def check_log_probs(batch: DecodeBatch, lengths: Sequence[int]) -> None:
+    """Raises ModelError if the log-probs of tokens that are decoded after prompts of these lengths differ
+    from the model's; in half precision in the mean over a row. The batch is as new afterwards.
 
     Rows join one after the other and leave, as they do while generating, and where rows are kept the first
     that leave have a second turn; the model scores each by itself.
     """
-    rows: list[Row] = []
+    rows, whole = [], batch.whole
 
     def add(prompt: IntArray) -> None:
         request = GenerateRequest(
@@ -416,8 +457,7 @@ def probe_difference(whole: WholeModel, decoder: Decoder, lengths: Sequence[int]
     for length in lengths:
         places = np.arange(length)
         add((places * 7919 + (places * places) % 31 * 131 + length * 613) % whole.vocab_size)
-    batch = DecodeBatch(whole, decoder, kept_bytes=KEPT_BYTES)
-    worst: list[float] = []
+    worst = []
     with whole.computing():
         batch.admit(rows[1:], 0)
         batch.step(0)
@@ -427,14 +467,19 @@ def probe_difference(whole: WholeModel, decoder: Decoder, lengths: Sequence[int]
             count = len(rows)
             for row in batch.take_ended():
                 turns = len(rows) - len(lengths)
-                if turns < 3 and isinstance(decoder, FastDecoder):  # the last has no token more
-                    prompt = row.request.prompt_ids
-                    add(np.concatenate([prompt, row.token_ids, prompt[6 * turns :]]))
+                if turns < 3 and isinstance(batch.decoder, FastDecoder):  # the last has no token more
+                    add(np.append(row.tokens, row.request.prompt_ids[6 * turns :]))
             batch.admit(rows[count:], 0)
         for row in rows:
-            prompt = row.request.prompt_ids
-            own = whole.score(np.concatenate([prompt, row.token_ids]))[len(prompt) :]
-            differences = np.abs(own - row.log_probs)
+            request = replace(row.request, prompt_ids=row.tokens, score_prompt=True)
+            own = score_prompt(whole, request, row.draw)["prompt_log_probs"]
+            differences = np.abs(own[-len(row.log_probs) :] - row.log_probs)
             worst.append(differences.max() if whole.is_exact else differences.mean())
     batch.reset()
-    return float(np.max(worst))  # NaN if one is
+    batch.totals = dict.fromkeys(batch.totals, 0)
+    difference, tolerance = np.max(worst), TOLERANCE if whole.is_exact else HALF_TOLERANCE
+    if not difference <= tolerance:  # or NaN
+        raise ModelError(
+            f"its log-probs differ from the model's own by {difference:.3g} nats on a probe; the limit is"
+            f" {tolerance:g}"
+        )

@@ -21,15 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
 from rollouts.errors import ModelError
+from rollouts.losses.logprobs import widen
+from rollouts.models.draws import sample_tokens
+from rollouts.models.forward_plan import OWN_TILE, decoder_answers
 from rollouts.models.layers import evaluation_mode, uncompiled
-from rollouts.models.log_probs import score_logits
 from rollouts.models.lora import Adapter, route_all, use_adapters
-from rollouts.types import FloatArray, IntArray
+from rollouts.types import GenerateRequest, IntArray, TokenScores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -119,8 +122,8 @@ class FastDecoder:
             options = {"attention_mask": (positions >= 0).long(), "position_ids": positions[:, most:]}
         with uncompiled(self._body):
             body = self._body(input_ids=ids, past_key_values=cache, use_cache=True, **options)
-        last = torch.tensor([len(each) - 1 for each in new], device=ids.device)
-        return self._head(body.last_hidden_state[torch.arange(count, device=ids.device), last])
+        last = [len(each) - 1 for each in new]
+        return self._head(body.last_hidden_state[[*range(count)], last])
 
     def copy_row(self, row: int, length: int) -> Tensor:
         """The keys and values of its first `length` positions, [layers, 2, K, length, D]."""
@@ -134,8 +137,7 @@ class FastDecoder:
             more = min(self._max_rows, _round_up(count)) - count
             ids, positions, step = np.pad(ids, (0, more)), np.pad(positions, (0, more)), _compile_decode()
         self._reserve(len(ids), length)
-        logits = step(self, self._whole.to_device(ids), self._whole.to_device(positions), length)
-        return logits[:count]
+        return step(self, self._whole.to_device(ids), self._whole.to_device(positions), length)[:count]
 
     def _decode(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
         count, by_columns = len(ids), self._by_columns and len(ids) >= COLUMN_ROWS
@@ -145,16 +147,17 @@ class FastDecoder:
         cos, sin = (part[0, :, None] for part in self._body.rotary_emb(states, positions[None]))  # [B, 1, D]
         half = self._head_dim // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        hidden = torch.arange(length, device=ids.device) > positions[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self._whole.dtype, device=ids.device)
-        mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        hidden = torch.arange(length, device=ids.device) > positions[:, None, None, None]
+        mask = torch.where(hidden, float("-inf"), 0.0).to(self._whole.dtype)
         # where the positions are in a layer's buffer, in units of D values
         heads = torch.arange(count * self._num_kv_heads, device=ids.device).view(count, -1)
         places = (heads * self._kv[0].shape[3] + positions[:, None]).view(-1)
         for layer, gated, buffers in zip(self._body.layers, self._gated, self._kv, strict=True):
             attention, normed = layer.self_attn, layer.input_layernorm(states)
-            parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-            queries, keys, values = (linear(part, normed).view(count, -1, self._head_dim) for part in parts)
+            queries, keys, values = (
+                linear(part, normed).view(count, -1, self._head_dim)
+                for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
             if self._normed:
                 queries, keys = attention.q_norm(queries), attention.k_norm(keys)
             both = torch.cat((queries, keys), dim=1)
@@ -179,7 +182,14 @@ class FastDecoder:
                 fed = mlp(normed.contiguous()[None])[0]  # experts want [N, S, hidden]
             states = states + fed
         logits = linear(self._head, self._body.norm(states))
-        return _transpose_in_blocks(logits) if by_columns else logits
+        if not by_columns:
+            return logits
+        # by rows in memory, in blocks that stay in the cache: torch's own copy takes up to three times as
+        # long
+        rows = torch.empty(logits.shape, dtype=logits.dtype)
+        for start in range(0, logits.shape[1], TRANSPOSE_BLOCK):
+            rows[:, start : start + TRANSPOSE_BLOCK] = logits[:, start : start + TRANSPOSE_BLOCK]
+        return rows
 
     def select(self, rows: IntArray, length: int) -> None:
         """Row i is from now on what row rows[i] was, up to `length` positions; there are no others."""
@@ -192,8 +202,9 @@ class FastDecoder:
 
     def drop(self) -> None:
         """Forgets all rows and gives their memory back."""
-        shape = (2, 0, self._num_kv_heads, 0, self._head_dim)
-        empty = torch.zeros(shape, dtype=self._whole.dtype, device=self._whole.device)
+        empty = torch.zeros(
+            (2, 0, self._num_kv_heads, 0, self._head_dim), dtype=self._whole.dtype, device=self._whole.device
+        )
         self._kv = [empty] * len(self._body.layers)  # of each layer
         self._rows = 0  # in use
 
@@ -229,21 +240,11 @@ def _linear_by_columns(module: nn.Module, states: Tensor) -> Tensor:
         return module(states)
     # weight @ states.t()
     columns = torch.ops.mkldnn._linear_pointwise(module.weight, states, None, "none", [], "")
-    output: Any = columns.t() if module.bias is None else columns.add_(module.bias[:, None]).t()
+    output = columns.t() if module.bias is None else columns.add_(module.bias[:, None]).t()
     for hook in module._forward_hooks.values():  # what adapters add
         changed = hook(module, (states,), output)
         output = output if changed is None else changed
     return output
-
-
-def _transpose_in_blocks(logits: Tensor) -> Tensor:
-    """The same [B, V], by rows in memory. In blocks that stay in the cache, for which torch's own copy takes
-    up to three times as long.
-    """
-    rows = torch.empty(logits.shape, dtype=logits.dtype)
-    for start in range(0, logits.shape[1], TRANSPOSE_BLOCK):
-        rows[:, start : start + TRANSPOSE_BLOCK] = logits[:, start : start + TRANSPOSE_BLOCK]
-    return rows
 
 
 def _check(model: Any, *, max_context: int) -> None:
@@ -277,6 +278,9 @@ def _children(module: nn.Module) -> set[str]:
 
 
 CACHE_NAMES = ("past_key_values", "cache_params")  # what models call their cache
+# Of a request's stream, the part from which its prompt's tokens are drawn: its answer never comes so far.
+# There the j-th of those at a place has the number j · 2³² + place, however many are drawn.
+PROMPT_DRAWS = 1 << 62
 
 
 class WholeModel:
@@ -320,11 +324,50 @@ class WholeModel:
         with uncompiled(self.model):
             return self.model(input_ids=self.to_device(ids), **known)
 
-    def score(self, ids: IntArray) -> FloatArray:
-        """[T] log-probs of a row's tokens at temperature 1, 0 for the first. For a few tokens."""
-        logits = self.forward(ids[None], use_cache=False).logits[0, :-1]
-        scored, _ = score_logits(logits, self.to_device(ids[1:]), 1.0)
-        return np.concatenate([np.zeros(1, np.float32), scored.float().cpu().numpy()])
+    def read_logits(self, ids: IntArray) -> Iterator[tuple[IntArray, Tensor]]:
+        """Logits [N, V] after each token of a row but its last, with the places of these: some at a time, for
+        those of a long row would not fit.
+        """
+        count, tile, decoder = len(ids) - 1, max(OWN_TILE // self.vocab_size, 1), self.model.get_decoder()
+        if count <= tile or decoder is self.model or "logits_to_keep" not in self.parameters:
+            if count:
+                yield np.arange(count), self.forward(ids[None], use_cache=False).logits[0, :-1]
+            return
+        with uncompiled(self.model):
+            answer = decoder(input_ids=self.to_device(ids[None]), use_cache=False)
+        for places in np.split(np.arange(count), range(tile, count, tile)):
+            with decoder_answers(self.model, answer):
+                logits = self.forward(ids[None], use_cache=False, logits_to_keep=places).logits[0]
+            yield places, logits
+
+
+def score_prompt(whole: WholeModel, request: GenerateRequest, draw: NDArray[np.void]) -> dict[str, Any]:
+    """The fields of a Completion that answer what the request asks of its prompt. `draw`: how it samples; see
+    rollouts.models.draws.
+    """
+    ids, targets, most = request.prompt_ids, request.prompt_targets, request.prompt_top
+    wanted = np.column_stack([ids[1:], *([] if targets is None else targets.T)])
+    count, width = wanted.shape
+    edges = [1, width, width + most]  # the columns: its own tokens, the targets, the likeliest, the drawn
+    shape = (count, width + most + request.prompt_draws)
+    tokens, values = np.empty(shape, np.int64), np.empty(shape, np.float32)
+    for places, logits in whole.read_logits(ids):
+        log_probs = widen(logits).log_softmax(-1)
+        found = torch.cat([whole.to_device(wanted[places].clip(0)), log_probs.topk(most).indices], 1)
+        tokens[places, : edges[2]] = found.cpu()
+        values[places, : edges[2]] = log_probs.gather(1, found).cpu()
+        draws = np.full(len(logits), draw)
+        for index in range(request.prompt_draws):
+            draws["drawn"] = places + (PROMPT_DRAWS + (index << 32))
+            at = places, edges[2] + index
+            tokens[at], values[at], _ = sample_tokens(logits, draws)
+    own, scored, top, drawn = map(TokenScores, *(np.split(each, edges, axis=1) for each in (tokens, values)))
+    return {
+        "prompt_log_probs": np.append(np.float32(0), own.log_probs) if request.score_prompt else None,
+        "prompt_targets": None if targets is None else np.where(targets < 0, np.nan, scored.log_probs),
+        "prompt_top": top if most else None,
+        "prompt_draws": drawn if request.prompt_draws else None,
+    }
 
 
 class CachedDecoder:
@@ -340,13 +383,13 @@ class CachedDecoder:
         names = [name for name in CACHE_NAMES if name in whole.parameters]
         if not names:
             raise ModelError(f"its forward takes neither of {list(CACHE_NAMES)}")
-        self._whole, self._name = whole, names[0]
+        self._whole, self._name, self.mixes = whole, names[0], False
         self._cache: Any = None  # of transformers; made by the first prompt
         self._width = 0  # positions of the cache, padding included
 
     def prefill(self, prompts: Sequence[IntArray]) -> Tensor:
         """One forward pass for each run of prompts of one length."""
-        found: list[Tensor] = []
+        found = []
         for length, run in groupby(prompts, key=len):
             output = self._whole.forward(np.stack(list(run)), use_cache=True, logits_to_keep=1)
             found.append(output.logits[:, -1])
@@ -390,7 +433,7 @@ class CachedDecoder:
 
 def _find_states(cache: Any) -> list[tuple[dict[Any, Any], Any]]:
     """Where the tensors of the cache are held, rows first: a dictionary and a key of it."""
-    holders: list[tuple[dict[Any, Any], Any]] = []
+    holders = []
     for layer in cache.layers:
         holders += [(vars(layer), "keys"), (vars(layer), "values")]
         for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
@@ -413,29 +456,20 @@ def _set_width(cache: Any, width: int) -> None:
 
 
 class RecomputeDecoder:
-    """The model's own forward over whole sequences, one after the other."""
+    """The model's own forward over whole sequences, one after the other. It holds no rows."""
+
+    mixes = False
 
     def __init__(self, whole: WholeModel) -> None:
         self._whole = whole
-        self._rows: list[list[int]] = []  # tokens
 
-    def prefill(self, prompts: Sequence[IntArray]) -> Tensor:
-        rows = [prompt.tolist() for prompt in prompts]
-        self._rows += rows
-        return self._compute_logits(rows)
-
-    def decode(self, ids: IntArray, positions: IntArray) -> Tensor:
-        for row, token in zip(self._rows, ids.tolist(), strict=True):
-            row.append(token)
-        return self._compute_logits(self._rows)
+    def prefill(self, rows: Sequence[IntArray]) -> Tensor:
+        """[N, V] after the last token of each row, whether of its prompt or decoded."""
+        outputs = (self._whole.forward(row[None], use_cache=False, logits_to_keep=1) for row in rows)
+        return torch.cat([output.logits[:, -1] for output in outputs])
 
     def select(self, rows: IntArray, length: int) -> None:
-        self._rows = [list(self._rows[row]) for row in rows]
+        """Nothing to move."""
 
     def drop(self) -> None:
-        self._rows = []
-
-    def _compute_logits(self, rows: Sequence[list[int]]) -> Tensor:
-        """[N, V] after the last token of each row."""
-        outputs = (self._whole.forward(np.array([row]), use_cache=False, logits_to_keep=1) for row in rows)
-        return torch.cat([output.logits[:, -1] for output in outputs])
+        """Nothing to forget."""
