@@ -1,4 +1,6 @@
-"""train.py, but that its server is killed once it has given the first answer under the second update."""
+"""train.py, but that its server is killed by the first answer under the second update. All that it answered
+under that update is lost with it, also what had arrived: only its next start can complete the batch.
+"""
 
 import os
 import runpy
@@ -20,10 +22,12 @@ async def restart_and_tell(self: EngineProcess):
 
 async def generate_and_kill(self: ServerEngine, request: GenerateRequest) -> Completion:
     answer = await generate(self, request)
-    if not request.score_prompt and answer.weight_versions[-1:].tolist() == [2] and len(STARTED) == 1:
+    if request.score_prompt or answer.weight_versions[-1:].tolist() != [2] or len(STARTED) > 2:
+        return answer
+    if len(STARTED) == 1:
         STARTED.append(STARTED[0])
         os.kill(STARTED[0].process.pid, signal.SIGKILL)
-    return answer
+    return await generate(self, request)
 
 
 EngineProcess.restart = restart_and_tell
