@@ -10,10 +10,11 @@ Overhead: a forward of no datum, submitted and then collected by a long poll, on
 median in milliseconds. It is what a future costs beside the computing: two requests of HTTP, the record in
 the store, the queue of the model.
 
-Pipelining: steps of forward_backward (one row of 64 tokens) and optim_step of a rank-8 adapter, 20 ms of
-latency of the client's network before each request and each answer halved (10 ms each way). One side awaits
-the result of each request before it sends the next, the other has up to eight steps in flight. Sides take
-turns; `pipelining` is the ratio of their steps per second.
+Pipelining: steps of forward_backward (one row of 64 tokens) and optim_step of a rank-8 adapter, over a network
+with a latency of 20 ms: each request and each answer arrives that much later. One side awaits the result of
+each request before it sends the next, the other has up to eight steps in flight. Sides take turns;
+`pipelining` is the ratio of their steps per second. What it saves is four round trips a step, whatever the
+step computes.
 
 Eight users: eight sessions with a rank-8 adapter each train on 4 rows of 64 tokens a step, pipelined two
 steps deep; the peer is one session with all 32 rows in a step. Sides take turns; `eight_clients` is the
@@ -79,16 +80,16 @@ def open_server(model: str, folder: Path) -> Iterator[str]:
 
 
 class User:
-    """A session with one model; latency_s: of its network, there and back."""
+    """A session with one model; latency_s: of its network, each way."""
 
     def __init__(self, client: httpx.AsyncClient, latency_s: float = 0.0) -> None:
         self.client, self.latency_s, self.seq, self.model = client, latency_s, 0, ""
 
     async def post(self, path: str, content: bytes | None = None, **fields: Any) -> httpx.Response:
-        await trio.sleep(self.latency_s / 2)
+        await trio.sleep(self.latency_s)
         body: dict[str, Any] = {"json": fields} if content is None else {"content": content}
         answer = await self.client.post(f"/api/v1/{path}", **body)
-        await trio.sleep(self.latency_s / 2)
+        await trio.sleep(self.latency_s)
         return answer
 
     async def begin(self, model: str) -> None:
