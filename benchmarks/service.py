@@ -10,9 +10,9 @@ Overhead: a forward of no datum, submitted and then collected by a long poll, on
 median in milliseconds. It is what a future costs beside the computing: two requests of HTTP, the record in
 the store, the queue of the model.
 
-Pipelining: steps of forward_backward (one row of 64 tokens) and optim_step of a rank-8 adapter, over a network
-with a latency of 20 ms: each request and each answer arrives that much later. One side awaits the result of
-each request before it sends the next, the other has up to eight steps in flight. Sides take turns;
+Pipelining: steps of forward_backward (one row of 64 tokens) and optim_step of a rank-8 adapter, over a
+network with a latency of 20 ms: each request and each answer arrives that much later. One side awaits the
+result of each request before it sends the next, the other has up to eight steps in flight. Sides take turns;
 `pipelining` is the ratio of their steps per second. What it saves is four round trips a step, whatever the
 step computes.
 
