@@ -13,8 +13,8 @@ from tests.serve.servers import open_server
 from tests.support.compare_runs import comparable
 from tests.support.plain_backend import save_scalar
 
-SETTINGS = shlex.split("""--mode rl --deterministic false --rl.steps 3 --rl.kl_coef 0.1 --rl.eval_every 0
-    --rl.rollout.filters [] --rl.rollout.temperature 0.9""")
+SETTINGS = shlex.split("""--mode rl --deterministic false --model.autocast off --rl.steps 3 --rl.kl_coef 0.1
+    --rl.eval_every 0 --rl.rollout.filters [] --rl.rollout.temperature 0.9""")
 
 
 async def test_the_metrics_are_those_of_models_in_the_trainers_process(train, tmp_path, monkeypatch):
