@@ -27,15 +27,15 @@ def share_of_digits(sample):
 def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_second_step(tmp_path):
     (tmp_path / "digits.py").write_text(REWARD)
     flags = (
-        f"--engine.python {find_python('vllm')} --rl.steps 10 --rl.rollout.num_prompts 8 --model.threads 1"
-        " --rl.rollout.samples_per_prompt 8 --eval.data.size 16"
+        f"--engine.python {find_python('vllm')} --rl.steps 8 --rl.rollout.num_prompts 4 --model.threads 1"
+        " --rl.rollout.samples_per_prompt 8 --rl.optim.lr 1e-4 --eval.data.size 16"
         f" --rl.rollout.reward {tmp_path}/digits.py:share_of_digits"
     )
     train(tmp_path, "demo_vllm.toml", flags)
     run = tmp_path / "run"
-    assert_proven(run, steps=range(1, 11))
+    assert_proven(run, steps=range(1, 9))
     rewards = [row["reward/mean"] for row in read_rows(run / "metrics.jsonl")]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05, rewards
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
     samples = [
         row
         for row in read_rows(run / "samples.jsonl")
