@@ -8,7 +8,8 @@
 # make test-tinker  the unmodified SDK of Tinker and its cookbook against our server, in .venv-tinker
 # make test-browser  the ones that open a report in Chromium, which must be installed
 # make soak     kills short runs, on one rank and on two, at every crash point and at 200 random instants, resumes them, and writes
-#               benchmarks/results/soak-DATE.md; and stops runs in every phase on two ranks
+#               benchmarks/results/soak-DATE.md; stops runs in every phase on two ranks, and while a function holds the event loop; and
+#               measures how memory grows over 1,000 steps
 # make check    lint and types
 # make bench    the CPU benchmarks beside their peers, in .venv-bench, and writes docs/benchmarks.md; BENCH="packing e2e_reward" runs only these,
 #               BENCH_ARGS=--quick in one to five minutes each, into runs/bench
@@ -74,7 +75,7 @@ demo: install-demo
 	&& { [ ! -e "$$run/summary.json" ] || $(BIN)/python -m rollouts inspect "$$run" | tail -n 1; }
 
 test: install-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile --cov=rollouts --cov-fail-under=90 -m "not slow and not engines and not compiler and not browser and not adapters and not tinker" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --cov=rollouts --cov-report= --cov-fail-under=90 -m "not slow and not engines and not compiler and not browser and not adapters and not tinker" $(PYTEST_ARGS)
 
 test-slow: install-dev
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not engines and not compiler and not browser and not adapters and not tinker" $(PYTEST_ARGS)
@@ -122,7 +123,8 @@ test-browser: install-dev
 
 soak: install-dev
 	$(BIN)/python -m tests.e2e.soak $(SOAK_ARGS)
-	EVERY_PHASE=1 $(BIN)/python -m pytest tests/e2e/test_stop.py -k in_a_phase
+	EVERY_PHASE=1 $(BIN)/python -m pytest tests/e2e/test_stop.py -k "in_a_phase or event_loop"
+	$(BIN)/python -m benchmarks.memory
 
 check: install-dev
 	$(BIN)/ruff check .

@@ -31,7 +31,7 @@ import trio
 import trio.testing
 
 from benchmarks.harness import finish, make_parser
-from rollouts.config.tables import RolloutConfig
+from rollouts.config.rollout import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.device_thread import open_device_thread
 from rollouts.engines.local import LocalEngine, open_local_engine

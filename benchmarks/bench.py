@@ -31,6 +31,7 @@ CPU_SET = (
     "packing",
     "logprob_head",
     "train_step",
+    "exact_kl",
     "prefix_share",
     "engine_cpu",
     "weight_sync",
@@ -40,6 +41,7 @@ CPU_SET = (
     "e2e_reward",
     "lora",
     "service",
+    "serve_beside",
 )
 ON_REQUEST = (
     "http_client",
@@ -49,6 +51,10 @@ ON_REQUEST = (
     "allocator",
     "viewer",
     "record_cost",
+    "memory",
+    "long_context",
+    "roofline",
+    "startup",
     "h200_tiny",
     "h200",
 )

@@ -2,12 +2,14 @@
 and the same prompts in order.
 
     python -m benchmarks.e2e_reward [--quick] [--tasks digits sums] [--seeds 1] [--steps 12]
+        [--precision bfloat16] [--continuous]
 
 SmolLM2-135M-Instruct, 8 prompts x 8 samples a step, at most 16 new tokens, temperature 1, GRPO with clip 0.2,
 no KL, one update a batch, the loss's mean over all tokens, AdamW at a constant rate, gradients clipped to 1,
-float32, 2 threads, no evaluation. benchmarks/e2e/tasks.py has the tasks. Ours is the ordinary program with
-its embedded engine; TRL generates with model.generate. TRL's micro-batch is its whole batch
-(--micro-batch-rows), ours as many tokens.
+2 threads, no evaluation; in float32, or with --precision bfloat16 both sides multiply in that, TRL by its own
+bf16. benchmarks/e2e/tasks.py has the tasks. Ours is the ordinary program with its embedded engine; TRL
+generates with model.generate, with --continuous by transformers' continuous batching. TRL's micro-batch is
+its whole batch (--micro-batch-rows), ours as many tokens.
 
 Both sides are programs of their own, one after the other, in turns by seed and task. A run's time to reward
 is the seconds of its steps until the mean reward of the last five reaches a threshold that both reach: nine
@@ -140,7 +142,15 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float | st
     for number, (task, seed) in enumerate(turns):
         lr = arguments.lr or LEARNING_RATES[task]
         setting = Setting(
-            task, model, arguments.steps, lr, seed, arguments.threads, arguments.micro_batch_rows
+            task,
+            model,
+            arguments.steps,
+            lr,
+            seed,
+            arguments.threads,
+            arguments.micro_batch_rows,
+            precision=arguments.precision,
+            continuous=arguments.continuous,
         )
         place = folder / f"{task}-{seed}"
         place.mkdir()
@@ -166,6 +176,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float | st
         **by_task,
         **{name: round(value, 3) for name, value in describe_side("ours", ours).items()},
         **({name: round(value, 3) for name, value in describe_side("trl", peers).items()} if peers else {}),
+        "precision": arguments.precision,
+        "trl_generates_by": "continuous batching" if arguments.continuous else "model.generate",
         "micro_batch_rows": arguments.micro_batch_rows,
         "steps": arguments.steps,
         "seeds": arguments.seeds,
@@ -180,6 +192,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--lr", type=float, default=0.0, help="in place of the task's")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--continuous", action="store_true", help="TRL's generation")
     parser.add_argument("--micro-batch-rows", type=int, default=64, help="of TRL's; a divisor of 64")
     arguments = parser.parse_args()
     if arguments.quick:

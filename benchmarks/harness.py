@@ -115,6 +115,19 @@ def measure_gemm_rate(side: int) -> float:
     return 2 * side**3 / min(seconds)
 
 
+def measure_copy_rate(size: int) -> float:
+    """Bytes a second that a copy of `size` bytes reads and writes, both counted, the best of five."""
+    import torch
+
+    source, target = torch.ones(size // 4), torch.empty(size // 4)
+    seconds: list[float] = []
+    for _ in range(5):
+        began = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - began)
+    return 2 * size / min(seconds)
+
+
 def read_cpu_name() -> str:
     """What the CPU calls itself."""
     try:

@@ -41,7 +41,7 @@ import trio.testing
 
 from benchmarks.harness import finish, make_parser
 from benchmarks.stub_engine import IdleEngine
-from rollouts.config.tables import RolloutConfig
+from rollouts.config.rollout import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines.fleet import Member, open_fleet
 from rollouts.errors import EngineUnreachable

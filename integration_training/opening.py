@@ -5,14 +5,13 @@ Stage    what is open while one runs; `open_stage` opens it from a model directo
 """
 
 import inspect
-import sys
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
 import torch
 import trio
@@ -22,15 +21,15 @@ from rollouts.backends.open import load_model, open_pytorch_backend
 from rollouts.backends.pytorch import RankedTrainingBackend as Backend
 from rollouts.checkpoints.writer import CheckpointWriter, Keep, open_checkpoint_writer
 from rollouts.config.load import EVALUATE, stage_config, training_digest
+from rollouts.config.rollout import SamplingConfig, is_address
 from rollouts.config.schema import RunConfig
-from rollouts.config.tables import SamplingConfig
 from rollouts.engines.local import open_local_engine
 from rollouts.engines.processes import read_api_key
 from rollouts.environments.episode import make_agent_generate, make_formats
 from rollouts.environments.proxy import Proxy, make_proxy_generate
 from rollouts.generation.generate import make_chat_generate, make_prompt_tokenizer
-from rollouts.inspect.terminal import make_safe
-from rollouts.loops.algorithm import count_updates, needs_reference
+from rollouts.inspect.terminal import say
+from rollouts.loops.algorithm import count_updates, list_algorithms, needs_reference
 from rollouts.loops.rl_batch import Score, score_told
 from rollouts.loops.stopping import Stop
 from rollouts.metrics.writer import JsonlLogger
@@ -40,15 +39,15 @@ from rollouts.models.lora import Adapter, make_adapter
 from rollouts.preflight.checks import (
     CRITIC,
     OWN,
-    REWARD,
     TEACHER,
     PreparedRun,
     find_scalar_model,
     find_server_kind,
 )
-from rollouts.preflight.functions import weigh
+from rollouts.preflight.functions import join_parts, weigh
 from rollouts.protocols import (
     GenerateFn,
+    GroupRewardFn,
     InferenceEngine,
     LogProbScorer,
     RewardFn,
@@ -58,9 +57,10 @@ from rollouts.ranks.meet import OpenRanks, Ranks
 from rollouts.reference.moving import REFERENCE, UpdateRule, open_moving_reference
 from rollouts.reference.score import open_frozen_reference
 from rollouts.reference.server import open_server_reference
+from rollouts.rewards.parts import RewardParts
 from rollouts.rewards.reward_model import add_model_reward, open_model_reward
 from rollouts.run_dir import RunDir, parse_step
-from rollouts.types import SamplingParams
+from rollouts.types import Fields, SamplingParams, live
 from rollouts.weight_sync.snapshots import DiskSnapshots
 from rollouts.weight_sync.sync import WeightSync, choose_tolerance, open_synced_fleet
 from rollouts.weight_sync.update import log_warning, make_probe
@@ -107,20 +107,21 @@ class Run(PreparedRun):
         )
 
 
-class Stage(NamedTuple):
+@live
+class Stage:
     """What is open while a stage runs."""
 
     name: str
     section: Any  # its table of the config
     start: Path  # the model that it starts from
     newest: Path | None  # its own checkpoint after which it goes on
-    completed: int  # the steps that this holds
+    completed: int  # steps; of them `newest` holds the first
     backend: Backend
     critic: Backend | None  # trains beside it, where [rl.critic] asks for one
     engine: Any  # an InferenceEngine: the embedded one or a fleet; None: the model has no head to generate
     sync_weights: Any  # a SyncWeights that brings it to the backend's version; None without an engine
     checkpoints: CheckpointWriter
-    scoring: dict[str, Any]  # options of a model that scores beside the backend: where it computes
+    scoring: Fields  # options of a model that scores beside the backend: where it computes
 
 
 @asynccontextmanager
@@ -135,6 +136,8 @@ async def open_stage(run: Run, stage: str, start: Path, newest: Path | None) -> 
         open_backend(run, stage, model_path) as backend,
         await choose_critic(run, stage, backend, start, newest) as critic,
     ):
+        if backend.autocast_dtype:
+            say(f"{stage}: matrices are multiplied in bfloat16 (model.autocast)")
         saved = {"": backend} | ({CRITIC_FOLDER: critic} if critic else {})
         opening = nullcontext((None, None))
         if stage in ("rl", EVALUATE) and config.engine.kind != "local":
@@ -248,17 +251,9 @@ def choose_keep(config: RunConfig) -> Keep:
     return Keep(config.output.keep_checkpoints, accuracy_key(config) or None)
 
 
-def accuracy_key(config: RunConfig) -> str:
+def accuracy_key(config: RunConfig, name: str = HELD_OUT) -> str:
     """The metric of held-out accuracy; empty without [eval]."""
-    return f"eval/{HELD_OUT}/avg@{config.eval.samples_per_prompt}" if config.eval else ""
-
-
-def say(text: str, file: TextIO | None = None) -> None:
-    """A line on stderr, or in `file`. That nobody reads it, or that the disk under it is full, ends no
-    run.
-    """
-    with suppress(OSError, ValueError):
-        print(make_safe(text), file=file or sys.stderr, flush=True)
+    return f"eval/{name}/avg@{config.eval.samples_per_prompt}" if config.eval else ""
 
 
 # --- what generates -----------------------------------------------------------------------------------------
@@ -372,6 +367,8 @@ async def open_scorers(run: Run, opened: Stage) -> AsyncIterator[tuple[LogProbSc
     async with AsyncExitStack() as stack:
         if needs_reference(opened.section):
             reference = await stack.enter_async_context(open_scorer(run, opened))
+            if "exact" in {settings.kl_estimator for settings in list_algorithms(opened.section)}:
+                await backend.compare_with(reference)
         if config:
             score = backend.forward if config.teacher == "self" else reference and reference.score
             if config.teacher not in OWN:
@@ -400,16 +397,34 @@ async def choose_scorer(
 
 
 @asynccontextmanager
-async def open_reward(run: Run, opened: Stage) -> AsyncIterator[RewardFn | None]:
-    """What scores the samples of RL: the user's function, a reward model, or both together."""
-    config = opened.section.rollout
-    if not config.reward_model:
-        yield run.functions.reward
-        return
-    wanted, path = (REWARD, config.reward_model), None
-    if not config.scores_on_server:
-        path = await trio.to_thread.run_sync(find_scalar_model, run.config, run.run_dir, *wanted)
-    opening = await choose_scorer(run, opened, path, *wanted, dtype="float32", head="scalar")
-    async with opening as scorer, open_model_reward(scorer) as model_reward:
-        both = add_model_reward(model_reward, run.functions.reward, timeout_s=config.reward_timeout_s)
-        yield weigh(both, config)
+async def open_rewards(
+    run: Run, opened: Stage, reference: LogProbScorer | None
+) -> AsyncIterator[tuple[RewardFn | None, GroupRewardFn | None, RewardParts | None]]:
+    """(what scores a sample of RL, what scores its group, the parts that both are made of where [rl.rollout]
+    has them by name): the user's functions, reward models, or both together.
+    """
+    config, functions, models = opened.section.rollout, run.functions, {}
+    async with AsyncExitStack() as stack:
+        for key, name in config.reward_models.items():
+            path = None
+            if not is_address(name):
+                path = await trio.to_thread.run_sync(find_scalar_model, run.config, run.run_dir, key, name)
+            opening = await choose_scorer(run, opened, path, key, name, dtype="float32", head="scalar")
+            scorer = await stack.enter_async_context(opening)
+            models[key.split(".")[-2]] = await stack.enter_async_context(open_model_reward(scorer))
+        if config.rewards:
+            given = {**functions.parts, **models}
+            parts = join_parts(
+                run.config,
+                given,
+                lambda: opened.backend.weight_version + 1,
+                backend=opened.backend,
+                reference=reference,
+            )
+            yield parts.score, parts.score_group, parts
+        elif models:
+            [model_reward] = models.values()
+            both = add_model_reward(model_reward, functions.reward, timeout_s=config.reward_timeout_s)
+            yield weigh(both, config), None, None
+        else:
+            yield functions.reward, functions.group_reward, None

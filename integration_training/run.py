@@ -12,13 +12,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import trio
 from rich.console import Console
 
-from integration_training.opening import HELD_OUT, Run, accuracy_key, say
-from integration_training.stages import PAIRS, run_stages
+from integration_training.evaluations import PAIRS
+from integration_training.opening import HELD_OUT, Run, accuracy_key
+from integration_training.stages import run_stages
 from rollouts import __version__
 from rollouts.backends.fsdp import send_config, serve_rank
 from rollouts.config.load import EVALUATE, dump_config, stage_config
@@ -26,7 +26,8 @@ from rollouts.config.schema import RunConfig
 from rollouts.crash_points import arm_crash_points, reach
 from rollouts.environments.proxy import open_proxy
 from rollouts.errors import RunDirError, StorageError
-from rollouts.loops.stopping import Stop, end_overdue, end_unconnected, exit_now, watch_signals
+from rollouts.inspect.terminal import say
+from rollouts.loops.stopping import Stop, end_unconnected, exit_now, open_stop
 from rollouts.metrics.gpus import open_gpu_watch
 from rollouts.metrics.jsonl import newest_attempts, next_attempt, read_rows
 from rollouts.metrics.progress import Progress, open_progress
@@ -48,8 +49,10 @@ from rollouts.ranks.meet import OpenRanks, open_ranks
 from rollouts.run_dir import replace_file
 from rollouts.trackers.launch import open_trackers
 from rollouts.trackers.sinks import ALERTS, check_trackers
+from rollouts.types import Fields
 
 LABELS = {"base": "base model", "sft": "after SFT", "preference": "after preferences", "rl": "after RL"}
+KEEP_PARTS = 4  # of each large file of a run without end
 TOKEN_ARRAYS = 4 << 30  # bytes of per-token arrays that a run keeps of its newest steps
 
 
@@ -90,17 +93,6 @@ async def open_other_ranks(
             yield opened
 
 
-@asynccontextmanager
-async def open_stop() -> AsyncIterator[Stop]:
-    """What a signal requests."""
-    async with trio.open_nursery() as nursery:
-        stop = Stop(say=say)
-        nursery.start_soon(lambda: watch_signals(stop, launched="TORCHELASTIC_RUN_ID" in os.environ))
-        nursery.start_soon(end_overdue, stop)
-        yield stop
-        nursery.cancel_scope.cancel()
-
-
 # --- the run ------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +131,7 @@ async def run_training(command: Namespace, config: RunConfig, launch: Launch) ->
 
         record(None)
         run = None
-        async with open_stop() as stop:
+        async with open_stop(say, launched="TORCHELASTIC_RUN_ID" in os.environ) as stop:
             run = await train_stages(command.stages, launch, prepared, config, stop, device, record)
         if not run:
             say(f"stopped; go on with --resume --output.dir {run_dir.root}", sys.stdout)
@@ -220,17 +212,22 @@ async def open_record(prepared: PreparedRun, attempt: int, progress: Progress) -
             attempt=attempt,
             samples_per_step=output.samples_per_step,
             token_arrays_bytes=TOKEN_ARRAYS,
+            keep_parts=KEEP_PARTS * (prepared.config.online is not None),
             progress=progress,
             measure=measure,
         ) as logger,
     ):
-        yield logger
+        try:
+            yield logger
+        finally:
+            if not run_dir.config.exists():  # the directory was moved: what was saved since is a run too
+                write_atomically(run_dir.config, dump_config(prepared.config))
 
 
 # --- the end ------------------------------------------------------------------------------------------------
 
 
-def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> dict[str, Any]:
+def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> Fields:
     """What summary.json holds, read back from the files that the run left. `wall_s` is of the attempt that
     finished.
     """
@@ -265,7 +262,7 @@ def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> dict[str, A
     return summary
 
 
-def print_report(run: Run, summary: dict[str, Any]) -> None:
+def print_report(run: Run, summary: Fields) -> None:
     """Accuracy before and after each stage, three transcripts, and where the files are."""
     lines = [""]
     known = {LABELS[stage]: share for stage, share in summary["accuracy"].items() if share is not None}

@@ -1,7 +1,12 @@
-"""`rollouts serve`: a base model, what trains adapters of it and what samples from them, behind HTTP.
+"""`rollouts serve CONFIG`: a base model, what trains adapters of it and what samples from them, behind HTTP.
 
 read the config ─► keys ─► base model on the device thread ─► engine ─► what was there before ─► listen
 a signal ─► nothing new is taken ─► every model is saved ─► closed
+
+`rollouts serve RUN`: what a run publishes, for OpenAI's clients; loads nothing that trains.
+
+published.json ─► loaded beside the weights in use ─► answers in flight end ─► swapped ─► the next begin
+request ─► engine ─► answer, all of it by one publication ─► asked/ ─► told
 """
 
 import argparse
@@ -10,7 +15,8 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -18,25 +24,29 @@ from typing import Any
 
 import trio
 
-from integration_training.opening import open_fleet, say
-from integration_training.run import join_ranks, open_other_ranks, open_stop
-from rollouts.backends.fsdp import open_fsdp_backend, serve_rank
-from rollouts.backends.open import load_model, open_pytorch_backend
+from rollouts.checkpoints.follow import follow, load_published
 from rollouts.config.load import load_config
 from rollouts.config.model import LoraConfig
 from rollouts.config.schema import RunConfig
 from rollouts.config.serve import ServeConfig
 from rollouts.config.tables import OptimConfig
+from rollouts.device_thread import open_device_thread
 from rollouts.engines.local import open_local_engine
-from rollouts.errors import ConfigError
-from rollouts.loops.stopping import Stop, exit_now
+from rollouts.environments.episode import Episode, make_formats
+from rollouts.environments.proxy import OpenTrajectory, Proxy, open_http
+from rollouts.errors import ConfigError, EngineError
+from rollouts.inspect.terminal import say
+from rollouts.loops.stopping import Stop, exit_now, open_stop
+from rollouts.metrics.jsonl import RecordFile
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.models.devices import choose_device
-from rollouts.models.load import load_tokenizer, resolve_model
+from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model, stop_token_ids
+from rollouts.preflight.run_directory import lock_run_dir
 from rollouts.ranks.launch import Launch, launch_ranks
 from rollouts.ranks.meet import OpenRanks, Ranks
 from rollouts.rewards.check import import_extra
-from rollouts.run_dir import RunDir
+from rollouts.run_dir import RunDir, list_parts
+from rollouts.types import Function, Sample, SamplingParams, Texts
 
 ONE_USER = "owner"  # of the one key
 KEY_VARIABLE = "ROLLOUTS_API_KEY"
@@ -45,9 +55,12 @@ KEY_PREFIX = "tml-"  # the SDK sends no other
 
 def run_serve(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """The exit code. Serves until a signal. Raises RolloutsError."""
-    config = load_config(arguments.config, overrides)
     for module in ("hypercorn", "starlette", "google.protobuf", "prometheus_client"):
         import_extra(module, "rollouts serve", "serve")
+    if arguments.config.is_dir():
+        trio.run(serve_published, arguments, overrides)
+        return 0
+    config = load_config(arguments.config, overrides)
     launch = launch_ranks(config, sys.argv)
     trio.run(run_service, config, launch)
     return 0
@@ -55,6 +68,9 @@ def run_serve(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 async def run_service(config: RunConfig, launch: Launch) -> None:
     """Serves until a signal; a rank that does not serve works for rank 0."""
+    from integration_training.run import join_ranks, open_other_ranks
+    from rollouts.backends.fsdp import serve_rank
+
     if launch.rank:
         async with join_ranks(launch, config) as opened:
             await serve_rank(opened, config)
@@ -63,7 +79,7 @@ async def run_service(config: RunConfig, launch: Launch) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     keys = read_keys(serving, folder)
     base_path = await trio.to_thread.run_sync(partial(resolve_model, config.model.name, seed=config.seed))
-    async with open_stop() as stop, open_other_ranks(launch, config, base_path, stop) as ranks:
+    async with open_stop(say) as stop, open_other_ranks(launch, config, base_path, stop) as ranks:
         await serve_model(config, serving, folder, keys, base_path, ranks, stop)
     exit_now()
 
@@ -72,16 +88,17 @@ async def serve_model(
     config: RunConfig,
     serving: ServeConfig,
     folder: Path,
-    keys: dict[str, str],
+    keys: Texts,
     base_path: Path,
     ranks: OpenRanks | None,
     stop: Stop,
 ) -> None:
     """Opens the base model and what samples from it, and answers until a stop."""
+    from rollouts.backends.fsdp import open_fsdp_backend
+    from rollouts.backends.open import open_pytorch_backend
     from rollouts.serve.service import open_service
 
-    address = bind_address(serving)
-    tokenizer = load_tokenizer(base_path)
+    address, tokenizer = bind_address(serving), load_tokenizer(base_path)
     if ranks is None:
         opening: Any = partial(open_pytorch_backend, device=choose_device(config, local_ranks=1))
     else:
@@ -144,28 +161,15 @@ def bind_address(serving: ServeConfig) -> int:
     return address.detach()
 
 
-async def answer_until(stop: Stop, service: Any, keys: dict[str, str], address: int) -> None:
+async def answer_until(stop: Stop, service: Any, keys: Texts, address: int) -> None:
     """Answers at a socket until a stop; then every model is saved."""
-    from hypercorn.config import Config
-    from hypercorn.trio import serve
-
     from rollouts.serve.app import make_app
     from rollouts.serve.evaluate import EVALUATE
     from rollouts.serve.manage import MANAGE, NATIVE
     from rollouts.serve.prometheus import METRICS
 
     routes = {**MANAGE, **NATIVE, **METRICS, **EVALUATE}
-    app: Any = make_app(service, keys, routes)
-    http = Config.from_mapping(
-        bind=f"fd://{address}",
-        errorlog=None,
-        keep_alive_timeout=60,
-        graceful_timeout=1,
-        backlog=4096,
-    )
-    run = partial(serve, app, http, mode="asgi", shutdown_trigger=stop.wait_requested)
-    async with trio.open_nursery() as nursery:
-        (url,) = await nursery.start(run)
+    async with open_http(make_app(service, keys, routes), f"fd://{address}", stop.wait_requested) as url:
         say(f"serving {service.name} at {url} (state in {service.folder})", sys.stdout)
         await stop.wait_requested()
         await service.drain()
@@ -173,9 +177,12 @@ async def answer_until(stop: Stop, service: Any, keys: dict[str, str], address: 
 
 @asynccontextmanager
 async def open_engine(
-    config: RunConfig, base: Any, base_path: Path, folder: Path, open_embedded: Callable[..., Any]
+    config: RunConfig, base: Any, base_path: Path, folder: Path, open_embedded: Function
 ) -> AsyncIterator[Any]:
     """What samples from the base model and from adapters by name."""
+    from integration_training.opening import open_fleet
+    from rollouts.backends.open import load_model
+
     device, mode, model = base.ranks.device, "shared", base.model
     if config.engine.kind != "local":
         fleet = open_fleet(config, base, base_path, RunDir(folder), device=str(device), spans=SpanRecorder())
@@ -191,10 +198,87 @@ async def open_engine(
         yield engine
 
 
+# --- what a run publishes -----------------------------------------------------------------------------------
+
+
+async def serve_published(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Answers until a signal, and ends the process; a second one ends it at once. Raises RolloutsError."""
+    run_dir, key = RunDir(arguments.config), os.environ.pop(KEY_VARIABLE, "")
+    config, proxy = load_config(run_dir.config, overrides), Proxy()
+    if not key and arguments.host not in ("127.0.0.1", "::1", "localhost"):
+        raise ConfigError(f"--host {arguments.host}: beyond loopback it takes a key in {KEY_VARIABLE}")
+    bind = f"fd://{bind_address(ServeConfig(host=arguments.host, port=arguments.port))}"
+    lock_run_dir(RunDir(run_dir.asked))  # what is kept has one writer, and so a run one server
+    journal = RecordFile(parts := run_dir.asked / "asked.jsonl")
+
+    async def keep(asked: Any) -> None:
+        asked.whole["system_fingerprint"] = f"publication-{number}"
+        asked.turns = []
+        served.asked.clear()
+        served.answers.clear()
+        if asked.request.store:
+            row = {"prompt": asked.request.messages, "time_unix": time.time(), "publication": number}
+            await thread.submit(partial(journal.append, f"{json.dumps(row)}\n".encode()))
+            for part in list_parts(parts)[:-2]:  # at most 512 MiB are kept
+                part.unlink()
+
+    async def answer() -> None:
+        async with open_http(proxy, bind, stop.wait_requested) as url:
+            say(f"serving {run_dir.root} at {url}", sys.stdout)
+        exit_now()
+
+    opened = proxy.trajectories[""] = trio.Event()
+    async with (
+        open_stop(say) as stop,
+        open_device_thread(name="published") as thread,
+        trio.open_nursery() as background,
+    ):
+        background.start_soon(answer)
+        newest, path = await take(run_dir.published, 0)
+        template = config.model.chat_template
+        tokenizer = load_tokenizer(path, chat_template=Path(template) if template else None)
+        make_format = make_formats(tokenizer, params=config.model.template_params)
+        usual = SamplingParams(max_new_tokens=1 << 60, stop_token_ids=stop_token_ids(tokenizer, path), seed=0)
+        model = await thread.submit(partial(load_hf_model, path))
+        async with open_local_engine(
+            model, device_thread=thread, mode="given", tokenizer=tokenizer
+        ) as engine:
+            number = newest  # of the weights in use
+            while True:
+                # of answers: it ends when they have, before the next weights are loaded
+                async with trio.open_nursery() as nursery:
+                    sample = Sample(id=f"p{number}", prompt="")
+                    # each request begins with a node of its own
+                    fields: Any = usual, sample, None, [], {}, engine, None, (), None, 0.0
+                    episode = Episode(make_format(()), config.rollout, *fields)
+                    served = proxy.trajectories[""] = OpenTrajectory(episode, make_format, nursery, keep=keep)
+                    served.key = key
+                    opened.set()
+                    newest, path = await take(run_dir.published, newest)
+                    opened = proxy.trajectories[""] = trio.Event()
+                try:
+                    await engine.update_weights_from_checkpoint(path, newest)
+                    number = newest
+                except EngineError as error:
+                    say(f"publication {newest} is not served: {error}")
+
+
+async def take(folder: Path, after: int) -> tuple[int, Path]:
+    """The number of the next publication that is as it was written, and its directory."""
+    while True:
+        try:
+            after = (await follow(folder, after=after)).publication
+            found, path = await trio.to_thread.run_sync(load_published, folder, Path)
+            return found.publication, path
+        except Exception as error:  # whatever it is, the weights in use are as good as before
+            say(f"publication {after} is not served: {error}")
+            await trio.sleep(1)
+
+
 # --- keys ---------------------------------------------------------------------------------------------------
 
 
-def read_keys(serving: ServeConfig, folder: Path) -> dict[str, str]:
+def read_keys(serving: ServeConfig, folder: Path) -> Texts:
     """Users by their keys: of the environment, or of a file that nobody else may read; one is made where
     there is none. Raises ConfigError.
     """

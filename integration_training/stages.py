@@ -6,8 +6,8 @@ save and evaluate. Around run_rl_training: prompts, rollouts, rewards and the re
 """
 
 import gc
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,22 +16,24 @@ from typing import Any
 import numpy as np
 import trio
 
+from integration_training.evaluations import PAIRS, evaluate_once, is_evaluated
+from integration_training.online import SERVED, Online, open_online
 from integration_training.opening import (
     CRITIC_FOLDER,
-    HELD_OUT,
     Run,
     Stage,
     choose_keep,
     completed_steps,
-    open_reward,
+    open_rewards,
     open_scorer,
     open_scorers,
     open_stage,
 )
+from rollouts.advantages import ADVANTAGES
 from rollouts.checkpoints.load import list_checkpoints, load_trainer_state
 from rollouts.checkpoints.retention import choose_checkpoint
 from rollouts.checkpoints.writer import retain
-from rollouts.config.load import EVALUATE, stage_config, training_digest
+from rollouts.config.load import EVALUATE, STAGES, stage_config, training_digest
 from rollouts.crash_points import reach
 from rollouts.data.curriculum import (
     SourceStatistics,
@@ -42,11 +44,8 @@ from rollouts.data.curriculum import (
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.samples import measure_scores
 from rollouts.errors import CheckpointError, ConfigError
-from rollouts.evaluation.evaluate import evaluate
-from rollouts.evaluation.policy_metrics import measure_responses
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.collector import REPLAYED
-from rollouts.generation.samples import convert_to_batch
 from rollouts.loops import preference, reward_model
 from rollouts.loops.algorithm import LoopState, decode_loop_state
 from rollouts.loops.pairs import train_on_pairs
@@ -62,16 +61,16 @@ from rollouts.losses.row_losses import (
     measure_calibration,
     measure_regression,
 )
-from rollouts.metrics.jsonl import drop_outdated, read_rows
-from rollouts.protocols import LogProbScorer, RewardFn
+from rollouts.metrics.jsonl import read_rows
+from rollouts.online.buffer import weigh_draws
+from rollouts.protocols import GroupRewardFn, LogProbScorer, RewardFn
 from rollouts.reference.moving import REFERENCE, MovingReference
-from rollouts.reference.score import open_frozen_reference
+from rollouts.rewards.parts import RewardParts
 from rollouts.run_dir import parse_step
-from rollouts.types import RolloutBatch
+from rollouts.types import Fields, Mean, Metric, Numbers, RolloutBatch
 from rollouts.weight_sync.engine_weights import hold_engine_weights, sync_as_saved
 from rollouts.weight_sync.update import log_warning
 
-PAIRS = "pairs"  # the evaluation of held-out preferences
 CENTRING = 0.01  # of reward models: weight of (score of chosen + score of rejected)²
 
 
@@ -85,21 +84,31 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
         made_by = ("base", 0) if step is None else (model_path.parent.name, step)
         async with open_stage(run, EVALUATE, model_path, None) as opened:
             await evaluate_once(run, opened, *made_by)
+    for name in STAGES[: STAGES.index(stages[0])] if stages else ():
+        if name != "reward_model" and list_checkpoints(run.run_dir.stage_checkpoints(name)):
+            raise ConfigError(
+                f"{run.run_dir.root} has the stage {name!r}, from which {stages[0]!r} would not begin; go on"
+                f" with --mode {'+'.join((name, *stages))}, or name another --output.dir"
+            )
     before, config_hash = ("base", 0), training_digest(run.config)
     for index, stage in enumerate(stages):
         total = stage_config(run.config, stage).steps
         choose = partial(choose_checkpoint, config_hash=config_hash, report=log_warning)
         newest = await trio.to_thread.run_sync(choose, run.run_dir.stage_checkpoints(stage))
         later = [
-            name for name in stages[index + 1 :] if list_checkpoints(run.run_dir.stage_checkpoints(name))
+            name
+            for name in STAGES[STAGES.index(stage) + 1 :]
+            if name not in stages[:index] and list_checkpoints(run.run_dir.stage_checkpoints(name))
         ]
-        if later and not newest:
+        if not newest and {*later} & {*stages}:
             raise ConfigError(
                 f"the stage {stage!r} comes before {later[0]!r}, which has begun without it in"
                 f" {run.run_dir.root}; go on with --mode {'+'.join(later)}, or name another --output.dir"
             )
         await trio.to_thread.run_sync(retain, run.run_dir, stage, choose_keep(run.config), log_warning)
         completed = completed_steps(newest)
+        if later and completed < total:
+            check_built_on(run, stage, later[0])
         if completed > total:
             raise ConfigError(
                 f"{stage}.steps={total} but {newest} has {completed} steps; set {stage}.steps={completed} or"
@@ -119,6 +128,19 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
             model_path, before = run.run_dir.checkpoint(stage, total), (stage, total)
         reach("stage.complete")
     return True
+
+
+def check_built_on(run: Run, stage: str, later: str) -> None:
+    """Raises ConfigError where a stage is to have more steps than when `later` began from it. Steps that it
+    had, and whose checkpoint was damaged, are made again.
+    """
+    rows, total = read_rows(run.run_dir.metrics), stage_config(run.config, stage).steps
+    made = max((row["step"] for row in rows if row["stage"] == stage), default=0)
+    if made < total:
+        raise ConfigError(
+            f"{stage}.steps={total}, but {later!r} has begun from step {made}, without the others; set"
+            f" {stage}.steps={made}, or name another --output.dir"
+        )
 
 
 async def run_stage(
@@ -150,10 +172,10 @@ async def run_stage(
         elif completed < steps and eval_every and completed % eval_every == 0:
             await evaluate_once(run, opened, stage, completed)
         if completed < steps or run.prepared.list_held_out(stage):  # which may be left
-            completed += await trainers[stage](run, opened)
-        if completed == steps and last:
-            await evaluate_once(run, opened, stage, completed)
-        return completed
+            await trainers[stage](run, opened)
+        if opened.completed == steps and last:
+            await evaluate_once(run, opened, stage, steps)
+        return opened.completed
 
 
 async def sync_at_start(opened: Stage) -> None:
@@ -170,63 +192,18 @@ async def sync_at_start(opened: Stage) -> None:
 # --- around the steps ---------------------------------------------------------------------------------------
 
 
-def is_evaluated(run: Run, stage: str, step: int, name: str = HELD_OUT) -> bool:
-    """Whether evaluations.jsonl has the row of this name already, of these weights: not of ones that were
-    lost, after which an older checkpoint was taken and the step trained again. True when there is nothing to
-    evaluate on.
-    """
-    if not (run.prepared.list_held_out(stage) if name == PAIRS else run.rows.held_out):
-        return True
-    rows = drop_outdated(read_rows(run.run_dir.evaluations), read_rows(run.run_dir.metrics))
-    return any((row["stage"], row["step"], row.get("name", HELD_OUT)) == (stage, step, name) for row in rows)
-
-
-async def evaluate_once(run: Run, opened: Stage, stage: str, step: int) -> None:
-    """Evaluates the weights of `stage` after `step` on the held-out prompts, unless the record has it. RL
-    brings its engine to them after each step; here every other stage does.
-
-    Metrics of the policy are under the trainer's weights and at the temperature of RL, however the evaluation
-    sampled; none where no sample has tokens.
-    """
-    config, rollout = run.config.eval, run.config.rollout
-    engine, reward = opened.engine, run.functions.eval_reward
-    scores = reward is not None or rollout.is_scored
-    if not config or not engine or not scores or is_evaluated(run, stage, step):
-        return
-    if opened.name != "rl":
-        await opened.sync_weights(opened.backend, [engine], opened.backend.weight_version)
-    with run.logger.recorder.measure("evaluate"):
-        result = await evaluate(
-            run.rows.held_out,
-            engine,
-            generate=run.choose_generate(),
-            reward=reward,
-            sampling=run.choose_sampling(config),
-            samples_per_prompt=config.samples_per_prompt,
-            seed=run.config.seed,
-            reward_timeout_s=rollout.reward_timeout_s,
-        )
-        metrics = result.metrics(HELD_OUT)
-        samples = [sample for sample in result.scored if sample.response_length]
-        if samples and (config.policy_metrics or opened.name == EVALUATE):
-            batch = convert_to_batch(samples, temperature=rollout.temperature)
-            values = await opened.backend.forward_with_entropy(batch)
-            if run.against:
-                async with open_frozen_reference(run.against, **opened.scoring) as other:
-                    values.append(await other.score(batch))
-            found = await trio.to_thread.run_sync(measure_responses, batch, values)
-            metrics |= {f"eval/{HELD_OUT}/{name}": value for name, value in found.items()}
-    weights = await engine.weight_version()
-    await run.logger.log_samples(f"eval-{stage}", step, weights, result.samples)
-    await run.logger.log_evaluation(stage, step, weights, HELD_OUT, metrics)
-
-
 def surround(
-    run: Run, opened: Stage, *, reference: LogProbScorer | None = None, **changed: Any
-) -> dict[str, Any]:
+    run: Run,
+    opened: Stage,
+    *,
+    reference: LogProbScorer | None = None,
+    online: Online | None = None,
+    **changed: Any,
+) -> Fields:
     """The arguments that all loops share. The hooks save the stage's backends with the state of the hook
-    hold_state, a reference that moves and, between two updates of the engine, its weights; the last save ends
-    before the loop does, others beside training. `changed`: hooks in place of the usual ones.
+    hold_state, a reference that moves, the average of online learning and, between two updates of the engine,
+    its weights; the last save ends before the loop does, others beside training. `changed`: hooks in place of
+    the usual ones.
     """
 
     async def save(step: int, encode: EncodeState) -> None:
@@ -236,23 +213,32 @@ def surround(
             write_more += [("", write_engine)] if write_engine else []
         if isinstance(reference, MovingReference):
             write_more.append((REFERENCE, await reference.hold()))
+        if online:
+            write_more.append((SERVED, await online.average.hold()))
         last = step == opened.section.steps or run.stop.is_requested()
         await opened.checkpoints.save(step, encode(), last=last, write_more=write_more)
 
-    usual: dict[str, Any] = {
+    usual: Fields = {
         "stop": run.stop,
         "save": save,
         "is_saved": opened.checkpoints.is_saved,
+        "check": run.logger.check_kept,
         "checkpoint_every": run.config.output.checkpoint_every,
         "evaluate": partial(evaluate_once, run, opened, opened.name),
     }
 
-    def measure() -> Mapping[str, float]:
+    def measure() -> Numbers:
         beside = {**opened.checkpoints.take_metrics(), **getattr(reference, "metrics", {})}
         return {**run.logger.measure(), **beside}
 
+    def note_row(stage: str, step: int, metrics: Numbers) -> None:
+        opened.completed = step
+        run.logger.progress(stage, step, metrics)
+        if online:
+            online.note_row(stage, step, metrics)
+
     return {
-        "metrics_logger": replace(run.logger, measure=measure),
+        "metrics_logger": replace(run.logger, measure=measure, progress=note_row),
         "seed": run.config.seed,
         "completed_steps": opened.completed,
         "hooks": StepHooks(**usual | changed),
@@ -262,17 +248,17 @@ def surround(
 # --- training -----------------------------------------------------------------------------------------------
 
 
-async def train_sft(run: Run, opened: Stage) -> int:
-    """How many steps were made."""
+async def train_sft(run: Run, opened: Stage) -> None:
+    """From what is completed to the last step, as the others do."""
     samples = run.prepared.samples["sft"].training
-    return len(await run_sft_training(opened.backend, samples, opened.section, **surround(run, opened)))
+    await run_sft_training(opened.backend, samples, opened.section, **surround(run, opened))
 
 
 # --- preferences --------------------------------------------------------------------------------------------
 
 
-async def train_preference(run: Run, opened: Stage) -> int:
-    """How many steps were made. The model that the stage starts from is the reference."""
+async def train_preference(run: Run, opened: Stage) -> None:
+    """The model that the stage starts from is the reference."""
     config, backend, reference = opened.section, opened.backend, None
     training, held_out = run.prepared.samples["preference"]
     async with AsyncExitStack() as stack:
@@ -295,11 +281,11 @@ async def train_preference(run: Run, opened: Stage) -> int:
         both = {"loss": on_thread(backend.device_thread.submit, loss), "reference": reference}
         train = partial(preference.run_preference_training, backend, training, config, **both)
         measure = partial(preference.evaluate_preferences, backend, held_out, config, name=PAIRS, **both)
-        return await train_and_measure(run, opened, train, measure, reference)
+        await train_and_measure(run, opened, train, measure, reference)
 
 
-async def train_reward_model(run: Run, opened: Stage) -> int:
-    """How many steps were made, of training a scalar head."""
+async def train_reward_model(run: Run, opened: Stage) -> None:
+    """Trains a scalar head."""
     config, backend = opened.section, opened.backend
     training, held_out = run.prepared.samples["reward_model"]
     on_backend = partial(on_thread, backend.device_thread.submit)
@@ -313,18 +299,18 @@ async def train_reward_model(run: Run, opened: Stage) -> int:
     measure = partial(
         reward_model.evaluate_reward_model, backend, held_out, name=PAIRS, measure=on_backend(measured)
     )
-    return await train_and_measure(run, opened, train, measure)
+    await train_and_measure(run, opened, train, measure)
 
 
 async def train_and_measure(
     run: Run,
     opened: Stage,
-    train: Callable[..., Awaitable[Sequence[object]]],
-    measure: Callable[[], Awaitable[Mapping[str, float]]],
+    train: Callable[..., Awaitable[object]],
+    measure: Callable[[], Awaitable[Numbers]],
     reference: LogProbScorer | None = None,
-) -> int:
-    """How many steps were made. Held-out preferences are evaluated by `measure` before the first step,
-    every eval_every steps and after the last, unless the record has it.
+) -> None:
+    """Held-out preferences are evaluated by `measure` before the first step, every eval_every steps and after
+    the last, unless the record has it.
     """
     stage, completed, config = opened.name, opened.completed, opened.section
 
@@ -340,87 +326,112 @@ async def train_and_measure(
 
     if completed == 0 or (config.eval_every > 0 and completed % config.eval_every == 0):
         await evaluate_pairs(completed)
-    made = len(await train(**surround(run, opened, evaluate=evaluate_step, reference=reference)))
-    if completed + made == config.steps:
+    await train(**surround(run, opened, evaluate=evaluate_step, reference=reference))
+    if opened.completed == config.steps:
         await evaluate_pairs(config.steps)
-    return made
 
 
 # --- reinforcement learning ---------------------------------------------------------------------------------
 
 
-async def train_rl(run: Run, opened: Stage) -> int:
-    """How many steps were made. The model that the stage starts from stays the reference."""
+async def train_rl(run: Run, opened: Stage) -> None:
+    """The model that the stage starts from stays the reference."""
     config, backend, newest = opened.section, opened.backend, opened.newest
-    async with open_reward(run, opened) as reward, open_scorers(run, opened) as (reference, teacher):
-        batches, loop = CurriculumBatches(run, opened, reward), LoopState(config.kl_coef)
-        buffer, manager = batches.buffer, batches.manager
+    loop, advantages = LoopState(config.kl_coef), run.functions.advantages
+    async with (
+        open_scorers(run, opened) as (reference, teacher),
+        open_rewards(run, opened, reference) as rewards,
+        open_online(run, opened, loop) as online,
+    ):
+        batches = Batches(run, opened, *rewards, online)
+        buffer, manager, parts = batches.buffer, batches.manager, batches.parts
         if newest:
-            state = load_trainer_state(newest)
-            try:
-                buffer.load_state_dict(state["data_buffer"])
-                manager.load_state_dict(state["rollout_manager"])
-                reach("resume.state_loaded")
-                batches.statistics = decode_statistics(state["curriculum"], buffer.weights)
-                loop = decode_loop_state(state["loop"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(
-                    f"{newest}: the state of its RL loop does not read ({error!r}); another version of"
-                    f" rollouts saved it: resume with that one, or begin a new run with --model.name {newest}"
-                ) from error
+            batches.load(newest, loop)
+        if online:
+            advantages = {name: weigh_draws(one) for name, one in {**ADVANTAGES, **advantages}.items()}
 
         def hold_state() -> EncodeState:
             drawn, rollouts = buffer.state_dict(), manager.snapshot()
             learned, looped = batches.statistics, asdict(loop)
+            seen = {"rewards": parts.state_dict()} if parts else {}
+            seen |= {"guardrails": online.guardrails.state_dict()} if online else {}
             return lambda: {
                 "data_buffer": drawn,
                 "rollout_manager": rollouts(),
                 "curriculum": {name: source._asdict() for name, source in learned.items()},
                 "loop": looped,
+                **seen,
             }
 
-        pairs = run.functions.pairs and partial(
-            train_on_pairs,
-            select=run.functions.pairs,
-            find_loss=lambda spec: on_thread(
-                backend.device_thread.submit, make_pair_loss(spec.name, spec.params)
-            ),
-            reference=reference,
-        )
-        made = await run_rl_training(
-            backend,
-            buffer,
-            batches,
-            [opened.engine],
-            config,
-            sync_weights=opened.sync_weights,
-            reference=reference,
-            advantages=run.functions.advantages,
-            state=loop,
-            critic=opened.critic,
-            teacher=teacher,
-            pairs=pairs,
-            **surround(run, opened, hold_state=hold_state, reference=reference),
-        )
-    return len(made)
+        async def evaluate_step(step: int) -> None:
+            await evaluate_once(run, opened, "rl", step, parts=parts)
+            if online:
+                await online.publish(step)
+
+        async with online.reading() if online else nullcontext():
+            await run_rl_training(
+                backend,
+                buffer,
+                batches,
+                [opened.engine],
+                config,
+                sync_weights=opened.sync_weights,
+                reference=reference,
+                advantages=advantages,
+                state=loop,
+                critic=opened.critic,
+                teacher=teacher,
+                pairs=choose_pairs(run, opened, reference),
+                compute_loss=backend.compute_loss,
+                **surround(
+                    run,
+                    opened,
+                    reference=reference,
+                    online=online,
+                    hold_state=hold_state,
+                    evaluate=evaluate_step,
+                ),
+            )
 
 
-class CurriculumBatches:
+def choose_pairs(run: Run, opened: Stage, reference: LogProbScorer | None) -> Any:
+    """How a batch trains by pairs; None where it does by advantages."""
+    submit = opened.backend.device_thread.submit
+    return run.functions.pairs and partial(
+        train_on_pairs,
+        select=run.functions.pairs,
+        find_loss=lambda spec: on_thread(submit, make_pair_loss(spec.name, spec.params)),
+        reference=reference,
+    )
+
+
+class Batches:
     """A manager's batches of RL's prompts, which are drawn by the weights of the curriculum; it learns from
-    each batch.
+    each batch, and so do the parts of the reward.
     """
 
-    def __init__(self, run: Run, opened: Stage, reward: RewardFn | None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        opened: Stage,
+        reward: RewardFn | None,
+        group_reward: GroupRewardFn | None,
+        parts: RewardParts | None,
+        online: Online | None,
+    ) -> None:
         config, functions = opened.section, run.functions
-        self.opened, self.curriculum = opened, functions.curriculum
-        self.buffer = DataBuffer(run.rows.training["rl"], seed=run.config.seed)
+        self.opened, self.curriculum, self.parts = opened, functions.curriculum, parts
+        self.online = online
+        self.driven: Numbers = {}  # metrics of the parts in the last batch
+        self.buffer: Any = online and online.buffer
+        self.buffer = self.buffer or DataBuffer(run.rows.training["rl"], seed=run.config.seed)
         self.manager = manager = AsyncRolloutManager(
             self.buffer,
             opened.engine,
             generate=run.choose_generate(),
             config=config.rollout,
             reward=reward,
-            group_reward=functions.group_reward,
+            group_reward=group_reward,
             filters=functions.filters,
             ranker=functions.ranker,
             sampling=run.choose_sampling(config.rollout),
@@ -430,10 +441,32 @@ class CurriculumBatches:
             needs_reward=config.rollout.is_scored,
             spans=run.logger.recorder,
         )
-        self.statistics: Any = {name: SourceStatistics() for name in self.buffer.weights}
+        self.statistics: Any = {name: SourceStatistics() for name in ([] if online else self.buffer.weights)}
+        if online:
+            online.buffer.note_arrivals = manager.note_prompts
         self.generating, self.overlaps = manager.generating, manager.overlaps
-        self.engines_updated, self.batch_metrics = manager.engines_updated, manager.batch_metrics
-        self.failed_samples = manager.failed_samples
+        self.engines_updated, self.failed_samples = manager.engines_updated, manager.failed_samples
+
+    def load(self, checkpoint: Path, loop: LoopState) -> None:
+        """Goes on from what a checkpoint has, also of `loop`. Raises CheckpointError."""
+        state = load_trainer_state(checkpoint)
+        try:
+            self.buffer.load_state_dict(state["data_buffer"])
+            self.manager.load_state_dict(state["rollout_manager"])
+            reach("resume.state_loaded")
+            if self.parts:
+                self.parts.load_state_dict(state["rewards"])
+            if self.online:
+                self.online.guardrails.load_state_dict(state["guardrails"])
+            else:
+                self.statistics = decode_statistics(state["curriculum"], self.buffer.weights)
+            vars(loop).update(vars(decode_loop_state(state["loop"])))
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{checkpoint}: the state of its RL loop does not read ({error!r}); another version of"
+                " rollouts saved it: resume with that one, or begin a new run with --model.name"
+                f" {checkpoint}"
+            ) from error
 
     async def generate_batch(self) -> RolloutBatch:
         """The manager's next batch."""
@@ -441,11 +474,20 @@ class CurriculumBatches:
         if self.curriculum:
             name = self.opened.section.curriculum
             buffer.set_weights(call_curriculum(self.curriculum, step, self.statistics, function=name))
+        if self.online:
+            await self.online.begin_batch()
         batch = await self.manager.generate_batch()
-        self.statistics = update_statistics(
-            self.statistics,
-            [sample for sample in batch.samples if REPLAYED not in sample.metadata],
-            step=step,
-            drawn=buffer.drawn_by_source(),
-        )
+        new = [sample for sample in batch.samples if REPLAYED not in sample.metadata]
+        self.driven = await self.parts.learn(new) if self.parts else {}
+        if self.online:
+            buffer.learn(new)
+            self.driven = {**self.driven, **self.online.guardrails.observe(new)}
+        else:
+            drawn = buffer.drawn_by_source()
+            self.statistics = update_statistics(self.statistics, new, step=step, drawn=drawn)
         return batch
+
+    def batch_metrics(self) -> dict[str, Metric]:
+        """Those of the manager, and of the parts of the reward."""
+        driven = {name: Mean(value, 1) for name, value in self.driven.items()}
+        return {**self.manager.batch_metrics(), **driven}

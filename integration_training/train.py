@@ -5,13 +5,13 @@ model, reinforcement learning.
     python integration_training/train.py … --distributed.ranks N        N processes that train one model
     torchrun --nproc-per-node=N integration_training/train.py …         the same, under a launcher
 
---mode joins stages by +: sft, preference (or dpo), reward_model, rl (or ppo, which is RL with a critic);
-without it, all that the config has tables for. This is the one place where all parts meet: here the command
-line; run.py has the start, the ranks and the summary, opening.py what a stage has open, stages.py the stages,
-evaluations and the hooks around steps. Nothing that loads torch is imported before the config is known to be
-good. Exit codes: 0 done, or stopped on request after a checkpoint; 1 the run
-failed; 2 a setting, file or plug-in is wrong; 75 another rank was lost; 130 interrupted before training
-began.
+--mode joins stages by +: sft, preference (or dpo), reward_model, rl (or ppo, which is RL with a critic, or
+online, on a stream without end); without it, all that the config has tables for. This is the one place where
+all parts meet: here the command line; run.py has the start, the ranks and the summary, opening.py what a
+stage has open, stages.py the stages and the hooks around steps, evaluations.py what is evaluated, online.py
+what online learning has around them. Nothing that loads torch is imported before the config is known to be
+good. Exit codes: 0 done, or stopped on request after a checkpoint; 1 the run failed; 2 a setting, file or
+plug-in is wrong; 75 another rank was lost; 130 interrupted before training began.
 """
 
 import argparse

@@ -6,14 +6,11 @@ with open_blocking(open_…(…)) as (opened, portal):    trio runs in a thread 
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from typing import TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from rollouts.protocols import InferenceEngine
-from rollouts.types import Completion, GenerateRequest
-
-T = TypeVar("T")
+from rollouts.types import Completion, GenerateRequest, T
 
 
 @contextmanager

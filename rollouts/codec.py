@@ -5,12 +5,10 @@ record ─► msgpack ─► checked by the annotations of the record ─► rec
 Nothing is unpickled, and no class is made that an annotation does not name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field, fields, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -19,21 +17,23 @@ from numpy.typing import NDArray
 from rollouts.errors import MessageRefused
 from rollouts.types import (
     EngineFeatures,
+    Fields,
     FloatRows,
     ForwardBackwardResult,
     LossSpec,
     Metric,
     Metrics,
+    Numbers,
     OptimParams,
     OptimStepResult,
     RolloutBatch,
+    T,
     record,
 )
 
-T = TypeVar("T")
 ARRAY = 1  # the number of msgpack's extension: the length of the head, the head, the values
 Head = tuple[Literal["<i8", "<i4", "<f4", "<f8", "|b1"], tuple[int, ...]]  # dtype and shape
-METRIC_KINDS: Mapping[str, Any] = {kind.__name__: kind for kind in get_args(Metric)}
+METRIC_KINDS: Fields = {kind.__name__: kind for kind in get_args(Metric)}
 
 
 def encode(value: object) -> bytes:
@@ -122,7 +122,7 @@ class Answer:
     optim_step: OptimStepResult | None = None
     files: Mapping[str, int] = field(default_factory=dict)  # to be fetched: sizes in bytes, by name
     weight_version: int
-    statistics: Mapping[str, float]
+    statistics: Numbers
 
 
 @record
@@ -153,5 +153,5 @@ def pack_result(result: ForwardBackwardResult) -> ForwardBackwardResult:
 
 def unpack_result(sent: Forwarded) -> ForwardBackwardResult:
     """What pack_result was given."""
-    values: dict[str, Any] = {one.name: getattr(sent, one.name) for one in fields(sent)}
+    values: Fields = {one.name: getattr(sent, one.name) for one in fields(sent)}
     return ForwardBackwardResult(**{**values, "metrics": unpack_metrics(sent.metrics)})

@@ -11,7 +11,7 @@ is being raised).
 
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
@@ -20,6 +20,7 @@ import torch
 import trio
 
 from rollouts.errors import BackendClosed, EarlierStepFailed, StepInterrupted
+from rollouts.types import Numbers
 
 T = TypeVar("T")
 
@@ -121,7 +122,7 @@ class DeviceThread:
                 " two pieces of work"
             )
 
-    def statistics(self) -> Mapping[str, float]:
+    def statistics(self) -> Numbers:
         """Jobs that are not finished (`queued`)."""
         return {"queued": float(self._submitted - self._completed)}
 

@@ -122,6 +122,10 @@ class RecordError(RolloutsError):
     """
 
 
+class RecordLost(RolloutsError):
+    """A file of the record is no longer what the run has written: deleted, moved or cut by someone else."""
+
+
 class TrackerError(RolloutsError):
     """A tracker does not take rows. Raised in a follower's own process, never in a run."""
 
@@ -314,6 +318,10 @@ class StalenessError(RolloutsError):
 
 class NotEnoughSamples(RolloutsError):
     """The rollout manager spent its attempt or failure budget before the batch was full."""
+
+
+class LearningStopped(RolloutsError):
+    """A guardrail of online learning has ended it; what was published stays."""
 
 
 def require(condition: bool, message: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollouts.errors import PlugInError, check_keywords
-from rollouts.types import FilterDecision, SampleGroup, Status, split_trajectories
+from rollouts.types import FilterDecision, Numbers, SampleGroup, Status, split_trajectories
 
 GroupFilter = Callable[..., FilterDecision]
 KEEP = FilterDecision(keep=True)
@@ -87,13 +87,19 @@ def _decide(keep: bool, reason: str, detail: str) -> FilterDecision:
 
 def _part_of(group: SampleGroup, part: str, name: str) -> NDArray[np.float64]:
     """That part of the reward of each trajectory."""
-    values = [sample.rewards.get(part) for sample in group.ends]
+    values = [sample.rewards.get(part, _detail(sample.rewards, part)) for sample in group.ends]
     if None in values:
         raise ValueError(
             f"{name} needs the part {part!r} of the reward, which a sample of group {group.group_index} has"
             " not; report it there"
         )
     return np.asarray(values, np.float64)
+
+
+def _detail(parts: Numbers, name: str) -> float | None:
+    """That of the one part which has a detail of this name."""
+    found = [value for part, value in parts.items() if part.endswith(f".{name}")]
+    return found[0] if len(found) == 1 else None
 
 
 def rewards_of(group: SampleGroup) -> NDArray[np.float64]:

@@ -7,18 +7,18 @@ of one backend, or of several   ┘              └─► open_completed(): eac
 
 from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import trio
 
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import TrainFuture
+from rollouts.types import live
 
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
+@live
 class ImmediateTrainFuture(Generic[T]):
     """A TrainFuture of work that is done when it is submitted, for backends and fakes that compute at
     once.
@@ -40,7 +40,7 @@ class ImmediateTrainFuture(Generic[T]):
         return self.result().__await__()
 
 
-@dataclass(eq=False)
+@live
 class FutureGroup(Generic[T]):
     """Several TrainFutures as one, whose value is the list of theirs."""
 

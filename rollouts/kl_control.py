@@ -6,17 +6,25 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-KLControl = Callable[[float, float, int], float]
-"""(coefficient, measured KL in nats, samples in the step) -> the coefficient of the next step."""
+KLControl = Callable[[float, float, int, float], float]
+"""(coefficient, measured KL in nats, samples in the step, KL of the step before) -> the next coefficient."""
+KL_RANGE = 0.25, 4.0  # times the target: a KL beyond is as if it were there
 
 
-def keep_kl_coef(kl_coef: float, kl: float, num_samples: int) -> float:
+def keep_kl_coef(kl_coef: float, kl: float, num_samples: int, before: float = 0.0) -> float:
     """`kl_coef`, whatever was measured."""
     return kl_coef
 
 
 def compute_adaptive_kl_coef(
-    kl_coef: float, kl: float, num_samples: int, *, target: float, horizon: int, limit: float = 0.2
+    kl_coef: float,
+    kl: float,
+    num_samples: int,
+    before: float = 0.0,
+    *,
+    target: float,
+    horizon: int,
+    limit: float = 0.2,
 ) -> float:
     """kl_coef · (1 + clip(kl/target − 1, ±limit) · num_samples/horizon): larger when the policy is farther
     away than wanted.
@@ -38,27 +46,30 @@ def compute_two_sided_kl_coef(
     kl_coef: float,
     kl: float,
     num_samples: int = 0,
+    before: float = 0.0,
     *,
     target: float,
     tolerance: float,
     factor: float = 1.5,
+    power: float = 0.0,
     lowest: float = 0.0,
     highest: float = math.inf,
 ) -> float:
     """kl_coef · factor where kl > target + tolerance, kl_coef / factor where kl < target − tolerance, else
-    kl_coef; within lowest to highest.
+    kl_coef; times (kl / before)^power, both within target/4 and 4·target; within lowest to highest.
 
-    kl, target and tolerance in the same unit. Inside the band nothing moves, so the coefficient does not
-    drift with noise; outside it moves by the same factor however far the KL is. A coefficient of 0 stays 0
-    unless `lowest` lifts it. A KL that is not finite leaves the coefficient alone, bounds included. As the
-    adaptive penalty of PPO (1707.06347, section 4), whose band is target/1.5 to target·1.5, factor 2. Raises
-    ValueError on a target that is not positive, a negative tolerance, a factor not above 1, or bounds other
-    than 0 <= lowest <= highest.
+    kl, before, target and tolerance in the same unit. With a power the coefficient follows the KL at once;
+    with the factor alone, which the KL answers some ten steps late, both swing about the target. Inside the
+    band the factor rests, so the coefficient does not drift with noise; outside it moves by the same factor
+    however far the KL is. A coefficient of 0 stays 0 unless `lowest` lifts it. A KL that is not finite leaves
+    the coefficient alone, bounds included. As the adaptive penalty of PPO (1707.06347, section 4), whose band
+    is target/1.5 to target·1.5, factor 2. Raises ValueError on a target that is not positive, a negative
+    tolerance or power, a factor not above 1, or bounds other than 0 <= lowest <= highest.
     """
-    if not (target > 0 and tolerance >= 0 and factor > 1):
+    if not (target > 0 and tolerance >= 0 and factor > 1 and power >= 0):
         raise ValueError(
-            f"target={target}, tolerance={tolerance}, factor={factor}; the rule is target > 0, tolerance >= 0"
-            " and factor > 1"
+            f"target={target}, tolerance={tolerance}, factor={factor}, power={power}; the rule is target > 0,"
+            " tolerance >= 0, factor > 1 and power >= 0"
         )
     if not 0 <= lowest <= highest:
         raise ValueError(f"lowest={lowest}, highest={highest}; the rule is 0 <= lowest <= highest")
@@ -68,6 +79,8 @@ def compute_two_sided_kl_coef(
         kl_coef *= factor
     elif kl < target - tolerance:
         kl_coef /= factor
+    least, most = (bound * target for bound in KL_RANGE)
+    kl_coef *= (min(max(kl, least), most) / min(max(before, least), most)) ** power
     return min(max(kl_coef, lowest), highest)
 
 
@@ -76,7 +89,7 @@ def _bind(control: Callable[..., float], **settings: float) -> KLControl:
     for those that the controller lacks or does not know.
     """
     bound = partial(control, **settings)
-    bound(0.0, 1.0, 0)
+    bound(0.0, 1.0, 0, 0.0)
     return bound
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, NotRequired, TypedDict, cast
 
 JSONValue = Any  # None, bool, int, finite float, str, and lists and str-keyed dicts of these
+JSONObject = Mapping[str, JSONValue]
 CALL_FORM = '{"type": "function", "function": {"name": "…", "arguments": {…}}}'
 OTHER_THINKING_KEYS = ("reasoning", "thinking")  # names that some datasets give to reasoning_content
 LARGEST_BITS = 14_000  # of an integer; Python writes no more than 4300 digits
@@ -77,7 +78,7 @@ def checked_message(message: object) -> ChatMessage:
     form = "a chat message is an object with a role and a content"
     if not isinstance(message, Mapping):
         raise ValueError(f" is of type {type(message).__name__}; {form}")
-    turn = {key: value for key, value in message.items() if value is not None}
+    turn = drop_none(message)
     calls = turn.pop("tool_calls", [])
     if not isinstance(calls, list | tuple):
         raise ValueError(f".tool_calls is of type {type(calls).__name__}; it must be a list of tool calls")
@@ -153,8 +154,12 @@ def _checked_tool_call(call: object, name: str) -> dict[str, Any]:
         raise ValueError(f"{name}.function.name is {called!r}; it must be text that is not empty")
     parse_tool_arguments(function.get("arguments"), f"{name}.function.arguments")
     check_json(name, call)
-    kept = {key: value for key, value in call.items() if value is not None}
-    return {"type": "function", **kept, "function": dict(function)}
+    return {"type": "function", **drop_none(call), "function": dict(function)}
+
+
+def drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What has a value, by name."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def parse_tool_arguments(arguments: object, name: str = "arguments") -> dict[str, Any]:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from rollouts.types import (
     Completion,
     EngineFeatures,
+    Fields,
     FilterDecision,
     FloatRows,
     ForwardBackwardResult,
     GenerateRequest,
     LossSpec,
+    Numbers,
     OptimParams,
     OptimStepResult,
     RewardResult,
@@ -21,6 +23,7 @@ from rollouts.types import (
     Sample,
     SampleGroup,
     SamplingParams,
+    T,
 )
 
 if TYPE_CHECKING:
@@ -111,7 +114,7 @@ class TrainingBackend(Protocol):
         ...
 
     def set_weight_version(self, version: int) -> TrainFuture[None]: ...
-    def statistics(self) -> Mapping[str, float]: ...
+    def statistics(self) -> Numbers: ...
 
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -129,7 +132,7 @@ class InferenceEngine(Protocol):
         """
         ...
 
-    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]: ...
+    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Fields: ...
     async def weight_version(self) -> int:
         """The version whose weights it serves; −1 while it serves weights that were never named."""
         ...
@@ -172,7 +175,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def finish_update(self, version: int) -> None: ...
-    def statistics(self) -> Mapping[str, float]: ...
+    def statistics(self) -> Numbers: ...
 
 
 class SyncWeights(Protocol):
@@ -190,15 +193,14 @@ class SyncWeights(Protocol):
         /,
         *,
         released: "trio.Event" = ...,
-    ) -> Awaitable[Mapping[str, float]]: ...
+    ) -> Awaitable[Numbers]: ...
 
 
 # --- plug-ins, each sync or async ---------------------------------------------------------------------------
 
 
-T = TypeVar("T")
 Answer = T | Awaitable[T]
-RewardValue = float | Mapping[str, float] | RewardResult
+RewardValue = float | Numbers | RewardResult
 
 # completes a sample on the fleet; several samples are segments of one trajectory and share its reward
 GenerateFn = Callable[[Sample, InferenceEngine, SamplingParams], Answer[Sample | Sequence[Sample]]]
@@ -210,7 +212,10 @@ FilterFn = Callable[[SampleGroup], Answer[bool | FilterDecision]]  # decides whe
 RankerFn = Callable[[SampleGroup], Answer[float]]
 
 
-# --- what a run keeps, and asks -----------------------------------------------------------------------------
+# --- what a run keeps, says and asks ------------------------------------------------------------------------
+
+
+Say = Callable[[str], object]  # takes one line for a person
 
 
 class MetricsLogger(Protocol):
@@ -223,7 +228,7 @@ class MetricsLogger(Protocol):
         stage: str,
         step: int,
         policy_version: int,
-        metrics: Mapping[str, float],
+        metrics: Numbers,
         *,
         updates: "Sequence[UpdateRecord]" = (),
         spans: "Sequence[Span]" = (),
@@ -232,7 +237,7 @@ class MetricsLogger(Protocol):
         self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
     ) -> None: ...
     async def log_evaluation(
-        self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
+        self, stage: str, step: int, policy_version: int, name: str, metrics: Numbers
     ) -> None: ...
     async def log_spans(
         self, stage: str, step: int, policy_version: int, spans: "Sequence[Span]"

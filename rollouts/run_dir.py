@@ -14,6 +14,10 @@
                                          written last
       weights/vN/                        snapshots for engines that read from disk
       engines/NAME.log                   what started servers said
+      published/             what online learning serves: published.json names the newest of the snapshots vN/
+      asked/asked.jsonl      what those were asked
+      stdin/                 prompts that standard input gave, as JSON lines
+      stream.jsonl           which prompts online learning had taken in after how many draws
       tokens/STAGE-ATTEMPT-N.bin         per-token arrays of trained samples
       trackers/NAME.json                 how far a tracker has followed
 
@@ -26,12 +30,13 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rollouts.errors import RunDirError, StorageError
+from rollouts.types import Fields
 
 STEP_NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # one name for each step
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -70,6 +75,10 @@ class RunDir(NamedTuple):
     weights = _Inside("weights", own=True)
     tokens = _Inside("tokens", own=True)
     trackers = _Inside("trackers", own=True)
+    published = _Inside("published", own=True)
+    asked = _Inside("asked", own=True)
+    stdin = _Inside("stdin", own=True)
+    stream_log = _Inside("stream.jsonl")
     engine_logs = _Inside("engines")
 
     @property
@@ -270,10 +279,10 @@ def is_locked(run_dir: RunDir) -> bool | None:
     return False
 
 
-def read_holder(run_dir: RunDir) -> Mapping[str, Any]:
+def read_holder(run_dir: RunDir) -> Fields:
     """What the file of the lock says of the process that locked it last; nothing where it cannot be read."""
     try:
         holder = json.loads(run_dir.lock.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return holder if isinstance(holder, dict) else {}

@@ -9,7 +9,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, TypeVar, dataclass_transform
@@ -19,7 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from rollouts.messages import (
     ChatMessage as ChatMessage,
-    JSONValue,
+    JSONObject,
+    JSONValue as JSONValue,
     check_json as check_json,
     checked_messages,
 )
@@ -40,6 +41,10 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 FloatRows = tuple[FloatArray, ...]  # one array [T_i] per row
+Fields = dict[str, Any]  # named values: of JSON, of a request, of a call
+Numbers = Mapping[str, float]  # by name: of metrics, of parts of a reward, weights
+Texts = Mapping[str, str]  # by name: columns, headers, variables of the environment
+Function = Callable[..., Any]  # one that is checked where it is called
 T = TypeVar("T")
 
 
@@ -47,6 +52,12 @@ T = TypeVar("T")
 def record(described: type[T]) -> type[T]:
     """A class of frozen records, made by keyword: a dataclass."""
     return dataclass(frozen=True, slots=True, kw_only=True)(described)
+
+
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
+def live(described: type[T]) -> type[T]:
+    """A class of live objects, which change in place and are equal to themselves alone: a dataclass."""
+    return dataclass(eq=False)(described)
 
 
 class Status(StrEnum):
@@ -104,12 +115,10 @@ class Sample:
     turn_rewards: FloatArray = EMPTY  # [T] of a turn at its last sampled token alone; 0.0 elsewhere
     # of the whole trajectory: its turn rewards, of all segments, and a final reward; None until scored
     reward: float | None = None
-    rewards: Mapping[str, float] = field(default_factory=dict)  # named parts of the reward
+    rewards: Numbers = field(default_factory=dict)  # named parts of the reward
     group_index: int | None = None  # which draw of a prompt this belongs to; None outside a manager
     status: Status = Status.PENDING
-    metadata: Mapping[str, JSONValue] = field(
-        default_factory=dict
-    )  # JSON values only: the dataset row, notes, failures
+    metadata: JSONObject = field(default_factory=dict)  # JSON values only: the dataset row, notes, failures
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
@@ -130,7 +139,10 @@ class Sample:
             value = getattr(self, name)
             # rewards that are all 0 say nothing, also where a function has replaced the other fields
             known = np.count_nonzero(value) if name == "turn_rewards" else np.size(value)
-            put(name, _frozen_array(name, value if known else np.full(count, blank, dtype), dtype, count))
+            if known:
+                put(name, _frozen_array(name, value, dtype, count))
+            else:  # one value, however long
+                put(name, np.broadcast_to(dtype(blank), count))
         if count and self.tokens.min() < 0:
             raise ValueError(f"Sample.tokens holds {int(self.tokens.min())}; token ids are not negative")
         if self.reward is not None:
@@ -172,6 +184,9 @@ def number_trajectories(samples: Sequence[Sample]) -> IntArray:
             key = first
         rows.append(numbers.setdefault(key, len(numbers)))
     return np.asarray(rows, np.int64)
+
+
+TRAJECTORY = "trajectory"  # the metadata of the last sample of one, with the record of its turns
 
 
 def split_trajectories(samples: Sequence[Sample]) -> tuple[tuple[Sample, ...], ...]:
@@ -236,7 +251,7 @@ class RolloutBatch:
     tokens: tuple[IntArray, ...]
     loss_masks: tuple[BoolArray, ...]
     rewards: FloatArray | None = None  # [B]
-    metadata: tuple[Mapping[str, JSONValue], ...] = ()  # one per row, or empty
+    metadata: tuple[JSONObject, ...] = ()  # one per row, or empty
     rollout_log_probs: FloatRows | None = None  # nats; mu
     old_log_probs: FloatRows | None = None  # nats; trainer's recompute, when rl.recompute_old
     ref_log_probs: FloatRows | None = None  # nats; frozen reference
@@ -387,7 +402,7 @@ class RewardResult:
     """A reward with its parts and a remark that ends up in the sample's record."""
 
     reward: float
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Numbers = field(default_factory=dict)
     note: str | None = None
 
 
@@ -450,6 +465,7 @@ class TokenArrays:
     # d(sum / denominator) / d(log-prob): the part of the loss's derivative that goes through the token
     slopes: FloatRows
     weights: FloatRows  # the correction's weight that multiplied the token's loss; 1 where the loss had none
+    kls: FloatRows = ()  # nats: the exact KL to the reference; empty where the loss has none
 
 
 @record

@@ -93,9 +93,11 @@ def main() -> int:
         common = make_common_settings(
             lr=settings["lr"], max_grad_norm=1.0, clip=0.2, samples=settings["samples"], rows=rows
         )
+        own = {"logging_steps": 1, "seed": settings["seed"], "adam_beta2": settings["beta2"]}
         config = GRPOConfig(
             output_dir=folder,
-            **(common | {"logging_steps": 1, "seed": settings["seed"], "adam_beta2": settings["beta2"]}),
+            **(common | own | {"bf16": settings["precision"] == "bfloat16"}),
+            use_transformers_continuous_batching=settings["continuous"],
             epsilon_high=settings["clip_high"],
             per_device_train_batch_size=settings["micro_batch_rows"],
             gradient_accumulation_steps=rows // settings["micro_batch_rows"],
@@ -121,12 +123,10 @@ def main() -> int:
         [entry[name] for entry in trainer.state.log_history if name in entry]
         for name in ("reward", "frac_reward_zero_std")
     )
+    each = zip(record.steps, rewards, tied, strict=True)
     result = {
         "startup_s": record.startup_s,
-        "steps": [
-            {**step, "reward": value, "tied": share}
-            for step, value, share in zip(record.steps, rewards, tied, strict=True)
-        ],
+        "steps": [{**step, "reward": value, "tied": share} for step, value, share in each],
         "prompt_ids": [int(token) for token in prompt_ids],
         "stop_ids": sorted(trainer.eos_token_ids),
     }

@@ -36,6 +36,8 @@ class Setting:
     max_new_tokens: int = 16
     clip_high: float = 0.2  # the lower one is 0.2
     beta2: float = 0.999
+    precision: str = "float32"  # or bfloat16, that products of matrices are made in
+    continuous: bool = False  # TRL generates with transformers' continuous batching
     lora: Mapping[str, Any] | None = None  # rank, alpha and targets; None: the model trains
 
     @property
@@ -161,7 +163,7 @@ seed = {setting.seed}
 
 [model]
 name = {json.dumps(setting.model)}
-autocast = "off"
+autocast = "{"off" if setting.precision == "float32" else setting.precision}"
 threads = {setting.threads}
 
 {make_lora_table(setting)}

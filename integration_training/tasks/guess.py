@@ -16,12 +16,11 @@ drawn from all ten.
 """
 
 import re
-from collections.abc import Mapping
 from random import Random
-from typing import Any
 
 from integration_training.tasks import Row, keep_mixed
 from rollouts.environments.protocol import Observation, Turn
+from rollouts.types import Fields
 
 __all__ = ["keep_mixed"]  # the filter of this task
 
@@ -31,7 +30,7 @@ COUNT, GUESSES = 10, 4
 class Guess:
     """One game. The reward is 1 for the number, once. Without the row's `feedback` it only says "wrong"."""
 
-    def __init__(self, row: Mapping[str, Any]) -> None:
+    def __init__(self, row: Fields) -> None:
         self.secret, self.feedback = int(row["answer"]), bool(row.get("feedback", True))
         self.guesses = 0
 

@@ -102,11 +102,15 @@ def compute_grpo_advantages(
 
 
 @per_group
-def compute_centred_advantages(rewards: Floats) -> Floats:
+def compute_centred_advantages(rewards: Floats, *, positive: bool = False) -> Floats:
     """r − mean of the group: no division, so hard and easy prompts keep their scale. Paper: Dr. GRPO,
     2503.20783.
+
+    positive: never below 0. With votes as rewards, what dissents holds most of the right answers that the
+    vote missed, and pushing it down leaves the shortest answer.
     """
-    return rewards - rewards.mean()
+    centred = rewards - rewards.mean()
+    return np.maximum(centred, 0.0) if positive else centred
 
 
 @per_trajectory

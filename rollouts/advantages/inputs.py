@@ -6,20 +6,20 @@ means.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rollouts.types import BoolArray, FloatArray, FloatRows, IntArray, Sample
+from rollouts.types import BoolArray, FloatArray, FloatRows, Function, IntArray, Numbers, Sample
 
 Floats = NDArray[np.float64]
 Rows = Sequence[ArrayLike]  # one array [T_i] per row, as a caller may give it
 Masks = Sequence[BoolArray]  # [T_i] per row: True where the token trains
 
-AdvantageFn = Callable[..., Any]
+AdvantageFn = Function
 """Called as `function(inputs, **params)`: one number per row [B], or one array [T_i] per row with a value
 for each of its tokens.
 """
@@ -47,7 +47,7 @@ class AdvantageInputs:
     lengths: IntArray | None = None  # [B] tokens that train; None where the caller does not know
     # parts of the reward that every row has, each [B], and their weights; no weights: 1 each
     named_rewards: Mapping[str, Floats] = field(default_factory=dict)
-    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    reward_weights: Numbers = field(default_factory=dict)
     # [B] the records behind the rows, or empty; for functions that need more
     samples: tuple[Sample, ...] = ()
     # [B] segments of one trajectory share a number, and their reward; None: each row is one
@@ -195,7 +195,7 @@ class RoleAdvantages(NamedTuple):
 
 
 def compute_role_advantages(
-    rewards: ArrayLike, roles: Sequence[str], baselines: Mapping[str, float], *, decay: float = 0.95
+    rewards: ArrayLike, roles: Sequence[str], baselines: Numbers, *, decay: float = 0.95
 ) -> RoleAdvantages:
     """A = r − b[role], and then b[role] ← decay·b[role] + (1 − decay)·r, row by row in the order given: A is
     taken before r moves b.

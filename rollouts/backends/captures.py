@@ -9,11 +9,8 @@ training.
 A rank of W needs memory for a W-th of the state. What is written either way is the same.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,6 +23,7 @@ from rollouts.models.export import (
     Bucket,
     Deal,
     FileNames,
+    copy_bucket,
     deal_weights,
     name_parts,
     open_part,
@@ -36,6 +34,7 @@ from rollouts.models.lora import Trained, list_trained
 from rollouts.models.sharded import get_local
 from rollouts.ranks.channel import RankChannel
 from rollouts.ranks.meet import Ranks, decode_error, run_agreed
+from rollouts.types import live
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +51,7 @@ def save_together(
     ranks: Ranks,
     path: Path,
     position: Position,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: "PreTrainedTokenizerBase | None",
 ) -> None:
     """Writes the model directory `path` and its `state/`, each rank its own part, a bucket at a time.
     Collective. All ranks must see `path`; rank 0's `position` and `tokenizer` count.
@@ -102,7 +101,7 @@ class HeldPart(NamedTuple):
     names: FileNames
     # of which config and conversions are read, which training leaves alone
     trained: Trained
-    tokenizer: PreTrainedTokenizerBase | None  # on rank 0
+    tokenizer: "PreTrainedTokenizerBase | None"  # on rank 0
 
     def write(self, path: Path) -> int:
         """Writes this rank's files of the checkpoint `path`, which rank 0 has made; once, on any thread. How
@@ -126,7 +125,7 @@ def hold_together(
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
     position: Position,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: "PreTrainedTokenizerBase | None",
 ) -> HeldPart | None:
     """This rank's part of the state as it is now, in host memory; None, on all ranks, if one has no room.
     Collective, on the device thread. `position` and `tokenizer` are rank 0's.
@@ -144,7 +143,7 @@ def hold_together(
     buckets = []
 
     def keep(bucket: Bucket) -> None:
-        buckets.append([(name, one.to("cpu", copy=True)) for name, one in bucket])
+        buckets.append(copy_bucket(bucket))
 
     def hold() -> HeldState | None:
         try:
@@ -168,7 +167,7 @@ def compute_held_bytes(trained: Trained, ranks: Ranks, deal: Deal) -> int:
     return deal.nbytes + 2 * sum(get_local(weight).nbytes for weight in list_trained(trained).values())
 
 
-@dataclass(eq=False)
+@live
 class HeldCheckpoint:
     """What capture() leaves on rank 0: a function that writes it to a directory, once."""
 

@@ -1,9 +1,7 @@
 """Layers run by torch.compile, and the proof on a few tokens that they compute what the model does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +13,7 @@ from rollouts.losses.logprobs import widen
 from rollouts.models.directories import quiet_transformers
 from rollouts.models.forward_plan import ForwardPlan, compute_micro_batch_states
 from rollouts.models.layers import compile_layers, make_probing_directions
+from rollouts.types import Function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,11 +25,11 @@ HALF_TOLERANCE = 0.1  # bfloat16 keeps 8 bits, and rounds where a program writes
 
 
 def compile_and_prove(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     plan: ForwardPlan,
     autocast_dtype: torch.dtype | None,
     *,
-    backend: str | Callable[..., Any],
+    backend: str | Function,
     run: Callable[[Callable[[], Tensor]], Tensor] = lambda work: work(),
 ) -> None:
     """Compiles the layers, in place, by a backend of torch.compile, and holds their hidden states of a few

@@ -2,8 +2,6 @@
 one call.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -33,10 +31,9 @@ from rollouts.config.model import LoraConfig
 from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import ConfigError, ModelError
-from rollouts.models.devices import use_device
+from rollouts.models.devices import LEAST_GAIN, measure_rounding, use_device
 from rollouts.models.directories import ModelHead, compute_model_digests, has_own_scalar_head
 from rollouts.models.forward_plan import log_plan
-from rollouts.models.host_memory import read_text
 from rollouts.models.layers import checkpoint_layers, set_padding_token
 from rollouts.models.lora import Adapter, copy_adapter, load_adapter, make_adapter, prepare_places
 from rollouts.models.optim import create_adamw_optimizer
@@ -51,6 +48,7 @@ from rollouts.ranks.meet import (
     run_agreed,
 )
 from rollouts.reference.quantize import Bits, quantize_model
+from rollouts.types import Fields, Texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,7 +75,7 @@ class TrainerOptions(TypedDict, total=False):
     seed: int | None  # 0; of torch's own generators, one for each rank; None: they are left alone
     dtype: Literal["float32", "float64"]  # "float32"; of the master weights; float64 shows what is rounding
     head: ModelHead  # "tokens"
-    lora: Mapping[str, Any] | None  # of a LoraConfig: an adapter trains, and the model does not
+    lora: Fields | None  # of a LoraConfig: an adapter trains, and the model does not
 
 
 class OpenSettings(BackendSettings, TrainerOptions, total=False):
@@ -231,6 +229,7 @@ def open_trainer(
     use_device(ranks.device)
     model = run_agreed(ranks, lambda: load_model(model_path, options, ranks)).value
     plan = plan_sharded_forward(model, ranks)
+    autocast = options.get("autocast", "auto")
     fields = {name: repr(value) for name, value in plan._asdict().items()}
     check_same(ranks, fields, "use machines with the same devices, drivers and libraries")
     if ranks.rank == 0:
@@ -241,7 +240,7 @@ def open_trainer(
         ranks,
         plan,
         check_open=check_open,
-        autocast_dtype=choose_autocast_dtype(options.get("autocast", "auto"), ranks.device),
+        autocast_dtype=run_agreed(ranks, lambda: choose_autocast_dtype(autocast, ranks.device)).value,
         reduce_each=bool(options.get("reduce_each_micro_batch") or options.get("cpu_offload")),
     )
     if options.get("lora"):
@@ -278,7 +277,7 @@ def train_adapter(trainer: Trainer, optim: OptimConfig, options: TrainerOptions)
     )
 
 
-def load_model(path: Path, options: TrainerOptions, ranks: Ranks) -> PreTrainedModel:
+def load_model(path: Path, options: TrainerOptions, ranks: Ranks) -> "PreTrainedModel":
     """The whole model, or this rank's shards of it; one that adapters train is frozen."""
     dtype, offload = getattr(torch, options.get("dtype", "float32")), options.get("cpu_offload", False)
     head, lora = options.get("head", "tokens"), options.get("lora")
@@ -321,7 +320,7 @@ def compile_together(trainer: Trainer, backend: str) -> None:
         raise AgreedFailure(error) from error
 
 
-def check_same(ranks: Ranks, values: Mapping[str, str], way_out: str) -> None:
+def check_same(ranks: Ranks, values: Texts, way_out: str) -> None:
     """Raises AgreedFailure with a ModelError naming the first of `values` that is another one on rank 0.
     Collective.
     """
@@ -332,14 +331,18 @@ def check_same(ranks: Ranks, values: Mapping[str, str], way_out: str) -> None:
 
 
 def choose_autocast_dtype(autocast: Autocast, device: torch.device) -> torch.dtype | None:
-    """bfloat16 or None for float32. auto: bfloat16 on a GPU that has it and on a CPU that multiplies it
-    natively; elsewhere it is slower.
+    """bfloat16 or None for float32. auto: bfloat16 on a GPU that has it and on a CPU that is found to be
+    faster with it. Raises ConfigError for bfloat16 on a CPU that does not know it.
     """
-    if autocast != "auto":
-        native = autocast == "bfloat16"
-    elif device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        flags = read_text(Path("/proc/cpuinfo"))
-        native = "avx512_bf16" in flags or "amx_bf16" in flags  # instructions that multiply it
-    return torch.bfloat16 if native else None
+    if autocast == "off":
+        return None
+    if device.type == "cuda":
+        native = autocast == "bfloat16" or torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else None
+    known, gain = measure_rounding()
+    if autocast == "bfloat16" and not known:
+        raise ConfigError(
+            "model.autocast='bfloat16', but this CPU's products of float32 matrices cannot be rounded to it;"
+            " set 'off', which computes in float32"
+        )
+    return torch.bfloat16 if known and (autocast == "bfloat16" or gain > LEAST_GAIN) else None

@@ -9,8 +9,6 @@ alone. A job that raises makes every later job fail with EarlierStepFailed until
 is skipped, not failed.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -20,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Required, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -41,8 +39,9 @@ from rollouts.config.tables import OptimConfig
 from rollouts.crash_points import reach
 from rollouts.data.packing import ATTENTION_COST, MICRO_BATCH_COST, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread
-from rollouts.errors import BackendError, EarlierStepFailed
-from rollouts.models.export import Bucket
+from rollouts.errors import BackendError, EarlierStepFailed, ModelError
+from rollouts.messages import drop_none
+from rollouts.models.export import copy_bucket
 from rollouts.models.forward_plan import ForwardPlan
 from rollouts.models.lora import list_trained
 from rollouts.protocols import WeightSink
@@ -52,9 +51,11 @@ from rollouts.types import (
     FloatRows,
     ForwardBackwardResult,
     LossSpec,
+    Numbers,
     OptimParams,
     OptimStepResult,
     RolloutBatch,
+    T,
     TimedResult,
     Total,
 )
@@ -62,8 +63,9 @@ from rollouts.types import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from rollouts.reference.score import FrozenReference
+
 P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class BackendSettings(TypedDict, total=False):
@@ -71,21 +73,21 @@ class BackendSettings(TypedDict, total=False):
 
     optim: Required[OptimConfig]
     total_steps: Required[int]  # where its schedule ends
-    tokenizer: PreTrainedTokenizerBase | None  # written into model directories
+    tokenizer: "PreTrainedTokenizerBase | None"  # written into model directories
     micro_batch_tokens: int
     share_prefix: bool  # rows that begin alike share tokens, where that is exact for the model
     skip_zero_advantage: bool  # see PyTorchTrainingBackend
 
 
 def queued(
-    work: Callable[Concatenate[RankedTrainingBackend, P], T],
-) -> Callable[Concatenate[RankedTrainingBackend, P], DeviceFuture[T]]:
+    work: "Callable[Concatenate[RankedTrainingBackend, P], T]",
+) -> "Callable[Concatenate[RankedTrainingBackend, P], DeviceFuture[T]]":
     """A method that returns a future of `work`, which runs on the device thread after everything submitted
     before, unless that failed. What has a place for it is told how long it took.
     """
 
     @functools.wraps(work)
-    def submit(self: RankedTrainingBackend, *args: P.args, **options: P.kwargs) -> DeviceFuture[T]:
+    def submit(self: "RankedTrainingBackend", *args: P.args, **options: P.kwargs) -> DeviceFuture[T]:
         queued = int(self.device_thread.statistics()["queued"])
 
         def job() -> T:
@@ -115,7 +117,7 @@ class RankedTrainingBackend:
         *,
         optim: OptimConfig,
         total_steps: int,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
         micro_batch_tokens: int = 8192,
         share_prefix: bool = True,
         skip_zero_advantage: bool = False,
@@ -168,7 +170,7 @@ class RankedTrainingBackend:
         self._steps.place(weight_version=version)
         reach("train.version_set")
 
-    def statistics(self) -> Mapping[str, float]:
+    def statistics(self) -> Numbers:
         """Optimizer steps, and since the backend was opened: skipped ones, tokens trained and, for that,
         computed (padding included), batches by layout; and the device thread's queue.
         """
@@ -291,12 +293,16 @@ class RankedTrainingBackend:
         metrics = result.metrics  # of the rows that were computed
         if skipped_rows:
             metrics = {**metrics, "advantage/skipped_rows": Total(float(skipped_rows))}
-        wanted = share.spec and share.spec.per_token
+        spec = share.spec
         return ForwardBackwardResult(
             loss=result.total / share.denominator,
             denominator=share.denominator,
             metrics=metrics,
-            per_token=collect_token_arrays(portions, result.traces, batch) if wanted else None,
+            per_token=(
+                collect_token_arrays(portions, result.traces, batch, spec)
+                if spec and spec.per_token
+                else None
+            ),
         )
 
     @queued
@@ -309,8 +315,7 @@ class RankedTrainingBackend:
             self._together("skip_step")
             return steps.finish_step(params, None, steps.poisoned)
         own = {name: getattr(params, name) for name in ("lr", "betas", "eps", "weight_decay")}
-        settings = {name: value for name, value in own.items() if value is not None}
-        norm = self._together("optim_step", settings=settings, max_grad_norm=params.max_grad_norm)
+        norm = self._together("optim_step", settings=drop_none(own), max_grad_norm=params.max_grad_norm)
         if math.isfinite(norm):
             return steps.finish_step(params, norm, None)
         return steps.finish_step(params, None, f"the gradient norm is {norm}")
@@ -343,11 +348,29 @@ class RankedTrainingBackend:
         return next(self._forward(batch, start=True))
 
     @queued
-    def forward_with_entropy(self, batch: RolloutBatch) -> list[FloatRows]:
+    def forward_with_entropy(self, batch: RolloutBatch, **fields: Any) -> list[FloatRows]:
         """What `forward` gives, then the entropies of the distributions that the same tokens are of: [T_i]
         per row, nats, 0.0 where nothing trains. For models with a head of tokens.
+
+        project=True: then, by each of D fixed random directions, the hidden states that the tokens are
+        predicted from, in a unit of their micro-batch.
         """
-        return list(self._forward(batch))
+        return list(self._forward(batch, **fields))
+
+    @queued
+    def compare_with(self, reference: "FrozenReference") -> None:
+        """From here on losses may ask for the exact KL to `reference`, a model on this device thread.
+
+        Raises ModelError unless the logits of both are products of hidden states with one matrix, exact in
+        the same layout of batches.
+        """
+        plan, other = self.trainer.find_plan()[:3], reference.plan[:3]  # head, scale, layout
+        if plan[0] != "linear" or plan != other:
+            raise ModelError(
+                f"kl_estimator='exact' needs a linear head, and the same layout of policy and reference; they"
+                f" have {plan} and {other}: use 'k2' or 'k3'"
+            )
+        self.trainer.reference = reference.model
 
     def _forward(self, batch: RolloutBatch, **fields: Any) -> Iterator[FloatRows]:
         prepared = self.prepare(batch, None)
@@ -359,7 +382,7 @@ class RankedTrainingBackend:
             mine = [portion.micro_batch for portion in share.portions]
             parts += mine
             values += split_values(block, [len(one.targets) for one in mine])
-        for kind in range(2):
+        for kind in range(len(blocks[0])):
             yield spread_to_rows(parts, [both[kind] for both in values], batch.tokens)
 
     # --- weights
@@ -374,12 +397,8 @@ class RankedTrainingBackend:
     @queued
     def get_weights(self) -> dict[str, Tensor]:
         """Copies of all parameters on the CPU, by Hugging Face name. Tied weights come once."""
-        weights = {}
-
-        def keep(bucket: Bucket) -> None:
-            weights.update({name: tensor.to("cpu", copy=True) for name, tensor in bucket})
-
-        self._together("stream_weights", keep)
+        weights: dict[str, Tensor] = {}
+        self._together("stream_weights", lambda bucket: weights.update(copy_bucket(bucket)))
         return weights
 
     @queued
@@ -437,7 +456,7 @@ class PyTorchTrainingBackend(RankedTrainingBackend):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: "PreTrainedModel",
         optimizer: torch.optim.AdamW,
         device_thread: DeviceThread,
         *,

@@ -16,7 +16,7 @@ from rollouts.models.export import save_hf_model
 from rollouts.models.sharded import load_sharded_weights
 from rollouts.ranks.meet import Ranks
 from rollouts.run_dir import RunDir
-from rollouts.types import JSONValue
+from rollouts.types import JSONObject
 
 STAGE = "rl"
 
@@ -26,7 +26,7 @@ def save_training(
     step: int,
     model: Any,
     optimizer: Any,
-    state: Mapping[str, JSONValue],
+    state: JSONObject,
     *,
     tokenizer: Any = None,
     beside: Mapping[str, Any] = {},
@@ -50,7 +50,7 @@ def save_training(
 
 def resume_training(
     directory: Path, model: Any, optimizer: Any, *, beside: Mapping[str, Any] = {}
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, JSONObject]:
     """(step, state) of the newest checkpoint that reads as it was written; weights, moments and random states
     are as they were then. (0, {}) if there is none, with nothing changed.
 

@@ -11,13 +11,11 @@ compute_loss     from log-probs (of a scalar head: values) of a micro-batch to t
 OptimizerSteps   where the optimizer stands, and whether what has accumulated may be used
 """
 
-from __future__ import annotations
-
 import math
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,6 +55,7 @@ from rollouts.types import (
     OptimStepResult,
     RolloutBatch,
     TokenArrays,
+    live,
 )
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def make_portion(micro_batch: MicroBatch, batch: RolloutBatch) -> Portion:
 # --- dealing ------------------------------------------------------------------------------------------------
 
 
-def find_attention_cost(model: PreTrainedModel) -> float:
+def find_attention_cost(model: "PreTrainedModel") -> float:
     """What a (query, key) pair costs in tokens, by FLOPs: 4·layers·width over 2·parameters, those that every
     token is multiplied by, the head included; of experts as if all answered. ATTENTION_COST for a config that
     does not say.
@@ -305,7 +304,7 @@ class ComputedLoss(NamedTuple):
     sum: Tensor
     count: float  # pyright: ignore[reportIncompatibleMethodOverride]
     metrics: Metrics  # the loss's own, and the mean entropy of its trained tokens where the model has one
-    trace: TokenTrace | None = None  # where the LossSpec asks for it
+    trace: "TokenTrace | None" = None  # where the LossSpec asks for it
 
 
 def call_loss(loss_fn: LossFn, inputs: LossInputs, spec: LossSpec) -> LossOutput:
@@ -346,18 +345,18 @@ def compute_loss(
         return torch.zeros(shape, dtype=values.dtype, device=device).index_put(place, values)
 
     fields = {name: spread(torch.from_numpy(values).to(device)) for name, values in portion.fields.items()}
-    # with gradient where the loss has an entropy bonus
-    entropy = None if flat.entropy is None else flat.entropy[pairs]
-    log_probs = spread(flat.log_probs[pairs])
+    # with gradient: the entropy where the loss has a bonus of it
+    flat = flat._replace(states=None)
+    said = {name: spread(found[pairs]) for name, found in flat._asdict().items() if found is not None}
+    log_probs, entropy = said["log_probs"], said.get("entropy")
     weights = []  # of a correction
     if spec.per_token and gradient:
         log_probs.retain_grad()
     inputs = LossInputs(
-        log_probs=log_probs,
         mask=spread(torch.ones_like(pairs, dtype=torch.bool)),
-        entropy=None if entropy is None else spread(entropy),
         note_weights=weights.append if spec.per_token else None,
         extras={name: spread(torch.from_numpy(values).to(device)) for name, values in portion.extras.items()},
+        **said,
         **fields,
     )
     output = call_loss(loss_fn, inputs, spec)
@@ -368,15 +367,17 @@ def compute_loss(
         )
     metrics = output.metrics
     if entropy is not None:
-        metrics = {"entropy/mean": Mean(float(entropy.detach().sum()), float(len(entropy))), **metrics}
-    trace = TokenTrace(log_probs, weights[-1] if weights else None, place) if spec.per_token else None
+        metrics = {"entropy/mean": Mean(float(entropy.detach().sum()), float(len(pairs))), **metrics}
+    trace = None
+    if spec.per_token:
+        trace = TokenTrace(log_probs, weights[-1] if weights else None, inputs.exact_kl, place)
     return ComputedLoss(output.sum, float(output.count), metrics, trace)
 
 
 # --- optimizer steps ----------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@live
 class OptimizerSteps:
     """Where the optimizer stands: its steps, those skipped, and what has accumulated for the next one."""
 
@@ -437,15 +438,21 @@ class TokenTrace(NamedTuple):
 
     log_probs: Tensor  # [B, T], which keeps its gradient
     weights: Tensor | None  # [B, T]
+    kls: Tensor | None  # [B, T]
     place: tuple[Tensor, Tensor]  # row and position of the M trained tokens
 
     def read(self) -> Tensor:
-        """[3, M] log-prob, slope and weight of each trained token, on the device. After the backward pass."""
-        slopes = torch.zeros_like(self.log_probs) if self.log_probs.grad is None else self.log_probs.grad
-        weights = torch.ones_like(self.log_probs) if self.weights is None else self.weights
-        return torch.stack(
-            [values.detach()[self.place].float() for values in (self.log_probs, slopes, weights)]
-        )
+        """[4, M] log-prob, slope, weight and exact KL of each trained token. After the backward pass."""
+        none = torch.zeros_like(self.log_probs)
+        slopes = none if self.log_probs.grad is None else self.log_probs.grad
+        weights = none + 1 if self.weights is None else self.weights
+        kinds = self.log_probs, slopes, weights, none if self.kls is None else self.kls
+        return torch.stack([values.detach()[self.place].float() for values in kinds])
+
+
+def join_traces(traces: Sequence[Tensor]) -> FloatArray:
+    """[4, tokens of all] of what TokenTrace.read gave, in their order."""
+    return np.concatenate([np.zeros((4, 0), np.float32), *(trace.cpu().numpy() for trace in traces)], axis=1)
 
 
 def split_values(values: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
@@ -454,9 +461,9 @@ def split_values(values: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
 
 
 def collect_token_arrays(
-    portions: Sequence[Sequence[Portion]], traces: Sequence[FloatArray], batch: RolloutBatch
+    portions: Sequence[Sequence[Portion]], traces: Sequence[FloatArray], batch: RolloutBatch, spec: LossSpec
 ) -> TokenArrays:
-    """What the loss saw of each token, by row of the batch, from [rank][round] portions and of each rank [3,
+    """What the loss saw of each token, by row of the batch, from [rank][round] portions and of each rank [4,
     tokens of its portions that count], in their order.
     """
     parts = []
@@ -465,8 +472,9 @@ def collect_token_arrays(
         counted = [portion.micro_batch for portion in mine if portion.counts]
         parts += counted
         found += split_values(trace, [len(one.token_rows) for one in counted])
-    log_probs, slopes, weights = (
+    log_probs, slopes, weights, kls = (
         spread_to_rows(parts, [trace[kind] for trace in found], batch.tokens, per_pair=False)
-        for kind in range(3)
+        for kind in range(4)
     )
-    return TokenArrays(log_probs=log_probs, slopes=slopes, weights=weights)
+    kls = kls if spec.params.get("kl_estimator") == "exact" else ()
+    return TokenArrays(log_probs=log_probs, slopes=slopes, weights=weights, kls=kls)

@@ -12,8 +12,6 @@ Whole weights from shards and shards from whole weights, a bucket at a time: ran
 them, or each rank gets its own part. On one rank the weights are whole already.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -8,22 +8,19 @@ each other, and no kernel of attention crosses from one to the next, so that eve
 What cannot be joined runs by itself, in the same job.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rollouts.backends.pytorch import RankedTrainingBackend
-from rollouts.backends.shares import ComputedLoss, Portion, check_count, compute_loss
+from rollouts.backends.shares import ComputedLoss, Portion, check_count, compute_loss, join_traces
 from rollouts.backends.trainer import ShareResult
 from rollouts.data.packing import join_packed_rows
 from rollouts.device_thread import DeviceFuture
@@ -31,9 +28,8 @@ from rollouts.losses import resolve_loss, wants_entropy_gradient
 from rollouts.models.forward_plan import TokenOutputs
 from rollouts.models.layers import is_compiled
 from rollouts.models.lora import EXPERTS, use_adapters
-from rollouts.types import ForwardBackwardResult, LossSpec, Metrics, RolloutBatch, merge_metrics
+from rollouts.types import ForwardBackwardResult, LossSpec, Metrics, RolloutBatch, T, live, merge_metrics
 
-T = TypeVar("T")
 BLOCK = 128  # nodes of a block of an accelerator's attention, in which everything meets
 
 
@@ -62,7 +58,7 @@ def forward_backward_together(
     return thread.submit(partial(_run, [_Part(*one) for one in asked], int(thread.statistics()["queued"])))
 
 
-@dataclass(eq=False)
+@live
 class _Part:
     """One backend's part of the job: what is asked of it, and what has come of it."""
 
@@ -124,8 +120,7 @@ class _Part:
         result = ShareResult(self.total, {})
         if math.isfinite(self.total):
             check_count(self.count, self.prepared.shares[0].expected_count, self.loss)
-            traces = [np.zeros((3, 0), np.float32), *(trace.cpu().numpy() for trace in self.traces)]
-            result = ShareResult(self.total, merge_metrics(self.metrics), [np.concatenate(traces, axis=1)])
+            result = ShareResult(self.total, merge_metrics(self.metrics), [join_traces(self.traces)])
         elif self.gradient:
             self.backend.trainer.discard()
         self.answer = self.backend.answer(result, self.prepared, gradient=self.gradient)
@@ -184,9 +179,10 @@ def _run_pass(pieces: list[tuple[_Part, Portion]], align: int) -> None:
     joined, slices = join_packed_rows([portion.micro_batch for portion in portions], align=align)
     counts = [len(portion.micro_batch.targets) for portion in portions]
     routes: Any = [(part.backend.trainer.adapter, rows) for part, rows in zip(parts, slices, strict=True)]
-    with torch.set_grad_enabled(gradient), use_adapters(trainer.model, routes, training=gradient):
+    routed = use_adapters(trainer.model, routes, training=gradient)
+    with torch.set_grad_enabled(gradient), routed, trainer.rounding():
         outputs: Any = trainer.compute_outputs(joined, first.batch.temperature, first.loss)
-        flats = map(TokenOutputs, *(values.split(counts) for values in outputs))
+        flats = map(TokenOutputs, *(values.split(counts) for values in outputs[:2]))
         found = [
             (part, part.attempt(partial(part.compute_loss, flat, portion)))
             for (part, portion), flat in zip(pieces, flats, strict=True)

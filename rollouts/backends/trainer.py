@@ -13,16 +13,14 @@ A Hugging Face model whose parameters FSDP2 divides among ranks: how it is divid
 order after a failure. A model that is not divided runs as it is.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -37,7 +35,15 @@ from torch.distributed.fsdp import (
 
 from rollouts.backends.captures import HeldPart, hold_together, save_together
 from rollouts.backends.sharded_compat import list_groups, reduce_unused, reset_iteration
-from rollouts.backends.shares import CLIP_EPS, ComputedLoss, Portion, Share, check_count, compute_loss
+from rollouts.backends.shares import (
+    CLIP_EPS,
+    ComputedLoss,
+    Portion,
+    Share,
+    check_count,
+    compute_loss,
+    join_traces,
+)
 from rollouts.backends.state import (
     BUCKET_BYTES,
     RANK_BUCKET_BYTES,
@@ -54,6 +60,7 @@ from rollouts.crash_points import reach
 from rollouts.data.packing import MicroBatch
 from rollouts.errors import BackendError, CheckpointError, DenominatorMismatch, ModelError
 from rollouts.losses import LossFn, resolve_loss, wants_entropy_gradient
+from rollouts.models.devices import rounding_products
 from rollouts.models.export import split_buckets
 from rollouts.models.forward_plan import (
     ForwardPlan,
@@ -62,7 +69,7 @@ from rollouts.models.forward_plan import (
     log_plan,
     plan_forward,
 )
-from rollouts.models.layers import find_layers
+from rollouts.models.layers import PROBING_DIRECTIONS, find_layers, make_probing_directions
 from rollouts.models.lora import (
     Adapter,
     Trained,
@@ -84,7 +91,7 @@ from rollouts.ranks.meet import (
     run_agreed,
     scatter_bytes,
 )
-from rollouts.types import FloatArray, LossSpec, Metrics, merge_metrics
+from rollouts.types import Fields, FloatArray, LossSpec, Metrics, T, live, merge_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,13 +100,12 @@ if TYPE_CHECKING:
 # --- a divided model ----------------------------------------------------------------------------------------
 
 
-T = TypeVar("T")
 RUN = "run_unsharded"  # method of the root module
 MEET_S = 4.0  # between ranks that fail alike: a forward of some tokens keeps them together
 COMPILE_MEET_S = 60.0  # the same for compilers, which take their own time
 
 
-def shard_model(model: PreTrainedModel, ranks: Ranks, *, cpu_offload: bool) -> None:
+def shard_model(model: "PreTrainedModel", ranks: Ranks, *, cpu_offload: bool) -> None:
     """Divides the parameters of each decoder layer, and of what is around them, among the ranks. Gradients
     become sums over all ranks.
 
@@ -120,14 +126,14 @@ def shard_model(model: PreTrainedModel, ranks: Ranks, *, cpu_offload: bool) -> N
     register_fsdp_forward_method(model, RUN)
 
 
-def run_unsharded(model: PreTrainedModel, work: Callable[[], T]) -> T:
+def run_unsharded(model: "PreTrainedModel", work: Callable[[], T]) -> T:
     """`work()` as a forward pass of the model, with the root's parameters gathered: then they are plain
     tensors.
     """
     return getattr(model, RUN)(work) if isinstance(model, FSDPModule) else work()
 
 
-def plan_sharded_forward(model: PreTrainedModel, ranks: Ranks) -> ForwardPlan:
+def plan_sharded_forward(model: "PreTrainedModel", ranks: Ranks) -> ForwardPlan:
     """What plan_forward finds; where it takes the model's own head, the whole model runs instead. Collective.
 
     The own head is a forward pass of the model without its layers, which sharded layers do not stand. What
@@ -190,11 +196,11 @@ class ShareResult(NamedTuple):
     traces: Sequence[FloatArray] = ()
 
 
-@dataclass(eq=False)
+@live
 class Trainer:
     """One rank's part of the training."""
 
-    model: PreTrainedModel  # whole on one rank, else divided by shard_model
+    model: "PreTrainedModel"  # whole on one rank, else divided by shard_model
     optimizer: torch.optim.AdamW
     ranks: Ranks
     # which shortcuts are exact for the model; None: the first batch finds that out, on one rank
@@ -209,6 +215,7 @@ class Trainer:
     adapter: Adapter | None = None
     # the adapter that training started from, as it was; None: none, or it was new
     start: Adapter | None = None
+    reference: "PreTrainedModel | None" = None  # that an exact KL is from; on one rank, with the model's plan
 
     def __post_init__(self) -> None:
         self.model.eval()  # dropout would make its log-probs another policy's
@@ -216,12 +223,16 @@ class Trainer:
         # numbers; empty: no step began yet
         self._random_states: Mapping[str, Tensor] = {}
         # copies of what trains and of the optimizer's state, from hold() to revert()
-        self._held: tuple[Mapping[torch.nn.Parameter, Tensor], Mapping[str, Any]] | None = None
+        self._held: tuple[Mapping[torch.nn.Parameter, Tensor], Fields] | None = None
 
     @property
     def trained(self) -> Trained:
         """What training is about."""
         return self.adapter or self.model
+
+    def rounding(self) -> AbstractContextManager[None]:
+        """Inside, a CPU multiplies as it was told to, in backward passes too."""
+        return rounding_products(self.autocast_dtype, self.ranks.device)
 
     def find_plan(self) -> ForwardPlan:
         """Which shortcuts are exact for the model."""
@@ -269,7 +280,8 @@ class Trainer:
         total = count = 0.0
         metrics, traces = list[Metrics](), list[Tensor]()
         routes = route_all(self.adapter)
-        with torch.set_grad_enabled(gradient), use_adapters(self.model, routes, training=gradient):
+        routed = use_adapters(self.model, routes, training=gradient)
+        with torch.set_grad_enabled(gradient), routed, self.rounding():
             for number, portion in enumerate(share.portions):
                 if isinstance(self.model, FSDPModule):
                     last = number == len(share.portions) - 1
@@ -296,32 +308,33 @@ class Trainer:
             raise AgreedFailure(error) from None
 
         def encode_own() -> bytes:
-            arrays = [np.zeros((3, 0), np.float32), *(trace.cpu().numpy() for trace in traces)]
-            return encode((pack_metrics(merge_metrics(metrics)), np.concatenate(arrays, axis=1)))
+            return encode((pack_metrics(merge_metrics(metrics)), join_traces(traces)))
 
         gathered = all_gather_bytes(self.ranks, run_agreed(self.ranks, encode_own).value)
         theirs, blocks = zip(*(decode(one, Told, max_axes=2) for one in gathered), strict=True)
         merged = run_agreed(self.ranks, lambda: merge_metrics([*map(unpack_metrics, theirs)])).value
         return ShareResult(total, merged, blocks)
 
-    def forward(self, shares: Shares, *, start: bool = False) -> list[FloatArray]:
+    def forward(self, shares: Shares, *, start: bool = False, project: bool = False) -> list[FloatArray]:
         """Of each rank, [2, sum of N]: log-probs and entropies (of a scalar head: values, twice) of its
         portions' pairs, in their order. The shares have no loss. start: of the model that an adapter's
-        training started from.
+        training started from. project: [2 + D, sum of N], with the hidden states at the predictors along
+        make_probing_directions.
         """
         share = self._receive_share(shares)
-        found = [np.zeros((2, 0), np.float32)]
+        found = [np.zeros((2 + PROBING_DIRECTIONS * project, 0), np.float32)]
         routes = route_all(self.start if start else self.adapter)
-        with torch.no_grad(), use_adapters(self.model, routes):
+        with torch.no_grad(), use_adapters(self.model, routes), self.rounding():
             for portion in share.portions:
                 run_agreed(self.ranks, self.check_open)
-                values, entropy = self.compute_outputs(portion.micro_batch, share.temperature)
-                found.append(
-                    torch.stack([values, values if entropy is None else entropy]).float().cpu().numpy()
-                )
+                values, entropy, _, states = self.compute_outputs(portion.micro_batch, share.temperature)
+                kinds = [values, values if entropy is None else entropy]
+                if project:
+                    kinds += make_probing_directions(states) @ states.T
+                found.append(torch.stack(kinds).float().cpu().numpy())
         reshard(self.model)
         blocks = all_gather_bytes(self.ranks, np.concatenate(found, axis=1).tobytes())
-        return [np.frombuffer(block, np.float32).reshape(2, -1) for block in blocks]
+        return [np.frombuffer(block, np.float32).reshape(len(found[0]), -1) for block in blocks]
 
     def _receive_share(self, shares: Shares) -> Share:
         if self.ranks.world_size == 1:
@@ -337,17 +350,16 @@ class Trainer:
     ) -> TokenOutputs:
         """What the model, and the adapters that are active, say of a micro-batch, as a loss needs it."""
         plan = self.find_plan()
-
-        def compute() -> TokenOutputs:
-            return compute_micro_batch_outputs(
-                self.model,
-                micro_batch,
-                plan=plan,
-                temperature=temperature,
-                autocast_dtype=self.autocast_dtype,
-                entropy_gradient=spec is not None and wants_entropy_gradient(spec.name, spec.params),
-            )
-
+        compute = partial(
+            compute_micro_batch_outputs,
+            self.model,
+            micro_batch,
+            plan=plan,
+            temperature=temperature,
+            autocast_dtype=self.autocast_dtype,
+            entropy_gradient=spec is not None and wants_entropy_gradient(spec.name, spec.params),
+            reference=self.reference if spec and spec.params.get("kl_estimator") == "exact" else None,
+        )
         # the whole model is the root's own forward
         return compute() if plan.head == "whole" else run_unsharded(self.model, compute)
 
@@ -369,7 +381,7 @@ class Trainer:
 
     # --- the optimizer
 
-    def optim_step(self, _: None, *, settings: dict[str, Any], max_grad_norm: float | None) -> float:
+    def optim_step(self, _: None, *, settings: Fields, max_grad_norm: float | None) -> float:
         """The gradient's norm over all ranks, before clipping. Where it is not finite nothing changes but
         that the gradient is gone. settings: of AdamW, for this step; weight_decay is of matrices.
         """

@@ -8,14 +8,15 @@ checkpoint.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from rollouts.errors import CheckpointDamaged, CheckpointError, RunDirError
+from rollouts.protocols import Say
 from rollouts.run_dir import RunDir, checkpoint_manifest, checkpoint_state_dir, parse_step
-from rollouts.types import JSONValue
+from rollouts.types import JSONObject
 
 # --- the manifest -------------------------------------------------------------------------------------------
 
@@ -134,7 +135,6 @@ def describe_unreadable(path: Path, error: OSError) -> CheckpointError:
 # --- checkpoints --------------------------------------------------------------------------------------------
 
 
-Report = Callable[[str], object]  # takes one line for a person
 GENERATE = ("rl", "preference", "sft")  # stages whose models do, the last of a run first
 
 
@@ -205,7 +205,7 @@ def list_checkpoints(stage_dir: Path) -> list[tuple[int, Path]]:
 
 
 def find_newest_checkpoint(
-    stage_dir: Path, *, hashes: bool = False, report: Report = lambda line: None
+    stage_dir: Path, *, hashes: bool = False, report: Say = lambda line: None
 ) -> Path | None:
     """The complete checkpoint of the highest step, None if there is none. Like list_checkpoints, but older
     ones are not looked at; with `hashes` every byte is read. `report` gets a line about each that is passed
@@ -242,7 +242,7 @@ def list_named(stage_dir: Path) -> list[tuple[int, Path]]:
         raise describe_unreadable(stage_dir, error) from error
 
 
-def _walk_complete(stage_dir: Path, *, hashes: bool, report: Report) -> Iterator[tuple[int, Path]]:
+def _walk_complete(stage_dir: Path, *, hashes: bool, report: Say) -> Iterator[tuple[int, Path]]:
     """Newest first."""
     for step, path in list_named(stage_dir):
         try:
@@ -265,14 +265,14 @@ def _walk_complete(stage_dir: Path, *, hashes: bool, report: Report) -> Iterator
         yield step, path
 
 
-def load_trainer_state(path: Path) -> dict[str, JSONValue]:
+def load_trainer_state(path: Path) -> JSONObject:
     """The mapping that `save_checkpoint` was given as `state`. Raises CheckpointError if it cannot be
     read.
     """
     file = trainer_state_path(path)
     try:
         state = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{file} cannot be read ({type(error).__name__}: {error}); use an older checkpoint"
         ) from error

@@ -10,7 +10,6 @@ from pathlib import Path
 from shutil import rmtree
 
 from rollouts.checkpoints.load import (
-    Report,
     find_newest_checkpoint,
     list_checkpoints,
     list_named,
@@ -20,6 +19,7 @@ from rollouts.checkpoints.save import TEMPORARY_PREFIX, move_aside
 from rollouts.crash_points import reach
 from rollouts.errors import CheckpointError
 from rollouts.metrics.jsonl import drop_outdated, has_place, newest_attempts, read_rows
+from rollouts.protocols import Say
 from rollouts.run_dir import RunDir, checkpoint_manifest, parse_step
 
 
@@ -41,7 +41,7 @@ def apply_retention(stage_dir: Path, keep_last: int, scores: Mapping[int, float]
     return steps
 
 
-def read_scores(run_dir: RunDir, stage: str, metric: str, report: Report) -> dict[int, float]:
+def read_scores(run_dir: RunDir, stage: str, metric: str, report: Say) -> dict[int, float]:
     """The metric by step, from the newest evaluation of each step of the stage, unless that step was trained
     again since.
 
@@ -81,7 +81,7 @@ def remove_incomplete(stage_dir: Path) -> list[Path]:
 # --- where a run goes on ------------------------------------------------------------------------------------
 
 
-def choose_checkpoint(stage_dir: Path, *, config_hash: str | None, report: Report) -> Path | None:
+def choose_checkpoint(stage_dir: Path, *, config_hash: str | None, report: Say) -> Path | None:
     """The newest checkpoint of a stage that reads as it was written, every byte of it; None if there is none.
 
     What unfinished saves left is removed. A newer one that is torn or damaged is reported and loses its name,

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from rollouts.crash_points import reach
 from rollouts.errors import CheckpointError, StorageError
 from rollouts.models.directories import fsync_tree
 from rollouts.run_dir import checkpoint_manifest, fsync_path, parse_step
-from rollouts.types import JSONValue, check_json, encode_json
+from rollouts.types import JSONObject, check_json, encode_json
 
 TEMPORARY_PREFIX = ".tmp-"
 OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries written in Rust say errno
@@ -44,7 +44,7 @@ async def save_checkpoint(
     path: Path,
     *,
     write_model: WriteModel,
-    state: Mapping[str, JSONValue],
+    state: JSONObject,
     stage: str,
     step: int,
     config_hash: str | None = None,

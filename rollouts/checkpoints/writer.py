@@ -14,21 +14,20 @@ import json
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import trio
 
-from rollouts.checkpoints.load import Report, is_complete
+from rollouts.checkpoints.load import is_complete
 from rollouts.checkpoints.retention import apply_retention, read_scores
 from rollouts.checkpoints.save import WriteModel, format_bytes, save_checkpoint
 from rollouts.errors import RolloutsError, StorageError
 from rollouts.metrics.spans import CHECKPOINTS, SpanRecorder
-from rollouts.protocols import TrainFuture, TrainingBackend
+from rollouts.protocols import Say, TrainFuture, TrainingBackend
 from rollouts.run_dir import RunDir
-from rollouts.types import JSONValue, check_json, encode_json
+from rollouts.types import JSONObject, Numbers, check_json, encode_json, live
 
 # of a checkpoint besides tensors, and room for the rows that are written meanwhile
 DISK_MARGIN_BYTES = 1 << 20
@@ -57,7 +56,7 @@ class Keep(NamedTuple):
     best_by: str | None = None  # a metric in evaluations.jsonl; the one with the highest stays too
 
 
-def retain(run_dir: RunDir, stage: str, keep: Keep, warn: Report) -> None:
+def retain(run_dir: RunDir, stage: str, keep: Keep, warn: Say) -> None:
     """Removes the checkpoints of a stage that need not stay. After every save, and at a resume: a run may
     have been killed between the two.
 
@@ -74,7 +73,7 @@ def retain(run_dir: RunDir, stage: str, keep: Keep, warn: Report) -> None:
         warn(f"warning: old checkpoints could not be removed and take up space: {error}")
 
 
-@dataclass(eq=False)
+@live
 class CheckpointWriter:
     """Saves the checkpoints of one stage. Made by open_checkpoint_writer."""
 
@@ -84,7 +83,7 @@ class CheckpointWriter:
     stage: str
     config_hash: str | None
     keep: Keep
-    warn: Report
+    warn: Say
     spans: SpanRecorder
     _written: trio.Event | None = None  # of the newest save beside training
     _failed: int = 0  # saves, since the last row
@@ -92,7 +91,7 @@ class CheckpointWriter:
     async def save(
         self,
         step: int,
-        state: Mapping[str, JSONValue],
+        state: JSONObject,
         *,
         last: bool = False,
         write_more: Writes = (),
@@ -142,7 +141,7 @@ class CheckpointWriter:
         if self._written is not None:
             await self._written.wait()
 
-    def take_metrics(self) -> dict[str, float]:
+    def take_metrics(self) -> Numbers:
         """For the next row: how many saves failed since this was last asked; nothing if none did."""
         failed, self._failed = self._failed, 0
         return {"checkpoint/failed": failed} if failed else {}
@@ -181,7 +180,7 @@ class CheckpointWriter:
     async def _write(
         self,
         step: int,
-        state: Mapping[str, JSONValue],
+        state: JSONObject,
         write_more: Writes,
         writes: Writes,
     ) -> None:
@@ -215,7 +214,7 @@ async def open_checkpoint_writer(
     *,
     config_hash: str | None = None,
     keep: Keep,
-    warn: Report,
+    warn: Say,
     spans: SpanRecorder | None = None,
 ) -> AsyncIterator[CheckpointWriter]:
     """Saves of `stage` for as long as the context is open, one at a time; the backends must stay open for

@@ -6,7 +6,6 @@ generate ─► POST generate ─► an answer of the version that was published
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from rollouts.client.training import TrainingClient
 from rollouts.codec import decode, encode
@@ -14,7 +13,7 @@ from rollouts.engines.server import Dialect, ServerEngine
 from rollouts.engines.wire import Server
 from rollouts.errors import EngineUnreachable, RequestRefused, RolloutsError, ServiceRefused
 from rollouts.protocols import InferenceEngine, TrainingBackend
-from rollouts.types import Completion, EngineFeatures, GenerateRequest
+from rollouts.types import Completion, EngineFeatures, GenerateRequest, live
 from rollouts.weight_sync.sync import WeightSync, choose_tolerance
 from rollouts.weight_sync.update import make_probe
 
@@ -25,7 +24,7 @@ GAPS = (
 )
 
 
-@dataclass(eq=False)
+@live
 class RunDialect(Dialect):
     """The Dialect of a service, about one run."""
 

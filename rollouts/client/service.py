@@ -6,12 +6,10 @@ left well: everything queued is waited for, and our sessions end, with their run
 left by an error, or killed: runs go on for the time that a session may be silent, for attach
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import trio
 
@@ -21,12 +19,13 @@ from rollouts.config.tables import OptimConfig
 from rollouts.engines.http import open_http_client
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.processes.nurseries import open_plain_nursery
+from rollouts.types import live
 
 KEYS = ("ROLLOUTS_API_KEY", "TINKER_API_KEY")  # variables of the environment
 BEAT_S = 10.0
 
 
-@dataclass(eq=False)
+@live
 class ServiceClient:
     """A service and what this client has there. Made by open_service_client."""
 

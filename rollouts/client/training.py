@@ -8,16 +8,14 @@ A call has its number before it is sent, and is sent again with it when the conn
 service does it once. A call that cannot be sent at all ends the client, and nothing behind it is done.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import field, replace
+from functools import partial, partialmethod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, cast
 
 import httpx
 import msgspec
@@ -27,6 +25,7 @@ from rollouts import errors
 from rollouts.codec import (
     BLOCK,
     FILE_NAME,
+    WEIGHTS,
     Answer,
     Call,
     Forwarded,
@@ -49,18 +48,21 @@ from rollouts.errors import (
 )
 from rollouts.protocols import WeightSink
 from rollouts.types import (
+    Fields,
     FloatRows,
     ForwardBackwardResult,
     LossSpec,
+    Numbers,
     OptimParams,
     OptimStepResult,
     RolloutBatch,
+    T,
+    live,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-T = TypeVar("T")
 PENDING = 408  # of a poll: there is no result yet
 BUSY = (429, 502, 503, 504)
 RETRY_S, RETRY_CAP_S = 0.1, 5.0
@@ -70,7 +72,7 @@ WINDOW = 32  # calls that are with the service at once, beside the one whose res
 # --- requests to a service, asked again while it cannot be reached ----------------------------------------
 
 
-@dataclass(eq=False)
+@live
 class Connection:
     """A service, and how long it may be away."""
 
@@ -115,7 +117,7 @@ class Connection:
 def read_error(reply: httpx.Response) -> RolloutsError:
     """The error in an answer, of the class of ours that it names; ServiceFailed for any other."""
     try:
-        said = msgspec.json.decode(reply.content, type=dict[str, Any])
+        said = msgspec.json.decode(reply.content, type=Fields)
         name, text = str(said["type"]), str(said["error"])
     except (msgspec.MsgspecError, KeyError):
         return ServiceFailed(f"the service answered with status {reply.status_code}: {reply.text[:200]}")
@@ -129,14 +131,16 @@ def read_error(reply: httpx.Response) -> RolloutsError:
 # --- a run --------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@live
 class RemoteFuture(Generic[T]):
     """A TrainFuture of a call to the service."""
 
     call: Call
     upload: Callable[[int], Awaitable[None]] | None  # sends files for its number, before it
     read: Callable[[int, Answer], Awaitable[T]] | None  # None: the result is in the answer
-    pending: dict[RemoteFuture[Any], None]  # futures that are not done, and failures that nobody awaited yet
+    pending: (
+        "dict[RemoteFuture[Any], None]"  # futures that are not done, and failures that nobody awaited yet
+    )
     request: str = ""  # its id at the service, empty while there is none
     failure: Exception | None = None  # why the call could not be made
     on_record: trio.Event = field(default_factory=trio.Event)  # at the service, or it has failed
@@ -147,7 +151,7 @@ class RemoteFuture(Generic[T]):
         """Whether its result is here, or its failure."""
         return self._finished.is_set()
 
-    async def accepted(self) -> RemoteFuture[T]:
+    async def accepted(self) -> "RemoteFuture[T]":
         """Itself, once the service has the call on record, or it has failed."""
         await self.on_record.wait()
         return self
@@ -177,7 +181,7 @@ AnyFuture = RemoteFuture[Any]
 NoFuture = RemoteFuture[None]  # of a call that answers nothing
 
 
-@dataclass(eq=False)
+@live
 class TrainingClient:
     """A TrainingBackend (see rollouts.protocols for its rules) whose model a service has. Made by a
     ServiceClient.
@@ -194,7 +198,7 @@ class TrainingClient:
         self._failure: Exception | None = None  # of the step that failed since the last reset
         self._lost: RolloutsError | None = None  # why nothing can be sent any more
         self._version = 0
-        self._statistics: Mapping[str, float] = {}
+        self._statistics: Numbers = {}
         self._interrupted = -1  # calls up to this one are
 
     # --- the queue
@@ -252,7 +256,8 @@ class TrainingClient:
                     self._version, self._statistics = answer.weight_version, answer.statistics
                     found = getattr(answer, method, None)
                     value = unpack_result(found) if isinstance(found, Forwarded) else found
-                    value = value if future.read is None else await future.read(future.call.seq_id, answer)
+                    if future.read:
+                        value = await future.read(future.call.seq_id, answer)
             except Exception as error:  # also of a disk, or of a sink: whoever awaits the future hears of it
                 failure = failure or error
             if isinstance(failure, EarlierStepFailed):
@@ -278,7 +283,7 @@ class TrainingClient:
         self._interrupted = self.next_seq - 1
         self.look()  # the next call that is sent says so, and there is one
 
-    def statistics(self) -> Mapping[str, float]:
+    def statistics(self) -> Numbers:
         """Of the backend, as of the last result; and calls that are not finished (`queued`)."""
         return {**self._statistics, "queued": float(sum(not one.done() for one in self._pending))}
 
@@ -296,23 +301,21 @@ class TrainingClient:
         """One step."""
         return self._submit("optim_step", params=params)
 
-    def hold(self) -> NoFuture:
-        """A copy, at the service."""
-        return self._submit("hold")
-
-    def revert(self) -> NoFuture:
-        """To the copy."""
-        return self._submit("revert")
-
-    def reset(self) -> NoFuture:
-        """Forgets a failure of the run; not that the service was lost."""
-        return self._submit("reset")
+    hold = partialmethod(_submit, "hold")  # a copy, at the service
+    revert = partialmethod(_submit, "revert")  # to the copy
+    reset = partialmethod(_submit, "reset")  # forgets a failure of the run; not that the service was lost
+    look = partialmethod(
+        _submit, "look"
+    )  # nothing is done; weight_version and statistics() are as of now then
 
     @property
     def weight_version(self) -> int:
         """Version of the weights after everything queued so far."""
-        queued = [one.call for one in self._pending if not one.done()]
-        named = [call.version for call in queued if call.method == "set_weight_version"]
+        named = [
+            one.call.version
+            for one in self._pending
+            if one.call.method == "set_weight_version" and not one.done()
+        ]
         return named[-1] if named and self._failure is None else self._version
 
     def set_weight_version(self, version: int) -> NoFuture:
@@ -323,10 +326,6 @@ class TrainingClient:
         """The weights after everything queued so far are, as `version`, what the run's engine serves."""
         return self._submit("publish", version=version)
 
-    def look(self) -> NoFuture:
-        """Nothing is done; weight_version and statistics() are then as of now."""
-        return self._submit("look")
-
     # --- weights and checkpoints: see TrainingBackend
 
     def stream_weights(self, sink: WeightSink) -> NoFuture:
@@ -334,17 +333,17 @@ class TrainingClient:
         as a bucket of its own.
         """
 
-        def pour(weights: dict[str, Tensor]) -> None:
+        def pour(weights: "dict[str, Tensor]") -> None:
             for bucket in weights.items():
                 sink([bucket])
 
         return self._fetch_weights(pour)
 
-    def get_weights(self) -> RemoteFuture[dict[str, Tensor]]:
+    def get_weights(self) -> "RemoteFuture[dict[str, Tensor]]":
         """Copies on the CPU."""
         return self._fetch_weights(dict)
 
-    def _fetch_weights(self, take: Callable[[dict[str, Tensor]], T]) -> RemoteFuture[T]:
+    def _fetch_weights(self, take: "Callable[[dict[str, Tensor]], T]") -> RemoteFuture[T]:
         from rollouts.client.weights import read_weights
 
         async def read(seq: int, answer: Answer) -> T:
@@ -354,13 +353,13 @@ class TrainingClient:
 
         return self._submit("get_weights", read=read)
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> NoFuture:
+    def load_weights(self, weights: "Mapping[str, Tensor]") -> NoFuture:
         """They are read when their turn comes."""
-        from rollouts.client.weights import write_weights
+        from rollouts.models.export import write_safetensors
 
         async def upload(seq: int) -> None:
             with TemporaryDirectory(prefix="rollouts-") as folder:
-                await trio.to_thread.run_sync(write_weights, weights, Path(folder))
+                await trio.to_thread.run_sync(write_safetensors, Path(folder, WEIGHTS), weights)
                 await self._upload(Path(folder), seq)
 
         return self._submit("load_weights", upload=upload)

@@ -15,6 +15,7 @@ from rollouts.config.schema import RunConfig
 from rollouts.config.spelling import ALIASES, REMOVED, find_name, nearest_names
 from rollouts.config.tables import NONE, Section
 from rollouts.errors import ConfigError
+from rollouts.types import Fields
 
 HEAD = """# Settings
 
@@ -53,7 +54,7 @@ def _walk(section: type[Section], table: str, defaults: Section | None) -> Itera
         key, inner = f"{table}.{name}".strip("."), _find_section(field.annotation)
         value = getattr(defaults, name, field.default)
         default = "" if inner else format_value(value)
-        if field.is_required() or value is None or (inner and value == []):
+        if field.is_required() or value is None or (inner and value in ([], {})):
             default = "required" if field.is_required() else "unset"
         text = str(inner.__doc__).partition("\n\n")[0] if inner else field.description or ""
         kind = "" if inner else describe_type(schemas[name])
@@ -91,7 +92,7 @@ BOUNDS = {
 }
 
 
-def describe_type(schema: Mapping[str, Any]) -> str:
+def describe_type(schema: Fields) -> str:
     """A JSON schema with its bounds in words: "a whole number, at least 1"."""
     if "anyOf" in schema:
         return ", or ".join(map(describe_type, schema["anyOf"]))
@@ -104,8 +105,8 @@ def describe_type(schema: Mapping[str, Any]) -> str:
 
 
 def without_numbers(dotted: str) -> str:
-    """A key without the numbers of list items: rl.data.0.path is rl.data.path."""
-    return re.sub(r"\.\d+(?=\.|$)", "", dotted)
+    """A key without the numbers of list items, and the names of parts: rl.data.0.path is rl.data.path."""
+    return re.sub(r"\.\d+(?=\.|$)|(?<=rollout\.rewards)\.\w+(?=\.)", "", dotted)
 
 
 def list_around(dotted: str) -> list[str]:

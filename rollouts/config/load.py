@@ -33,11 +33,13 @@ from rollouts.config.schema import RunConfig, SFTTrainingConfig, StageConfig
 from rollouts.config.secrets import flatten
 from rollouts.config.spelling import ALIASES, REMOVED, did_you_mean, find_name
 from rollouts.errors import ConfigError, RunDirError
+from rollouts.types import Fields, Texts
 
 # On resume: what a run writes and how long it goes on, not what it computes. (Of devices, a run that promised
 # equal bits has only one.)
 MAY_CHANGE = """
-name output alerts distributed eval.policy_metrics eval.against rl.rollout.reward_timeout_s model.device
+name output alerts distributed eval.policy_metrics eval.against model.device
+rl.rollout.reward_timeout_s rl.rollout.generate_timeout_s
 rl.steps rl.epochs rl.eval_every sft.steps sft.epochs sft.eval_every preference.steps preference.epochs
 preference.eval_every reward_model.steps reward_model.epochs reward_model.eval_every
 """
@@ -74,6 +76,9 @@ def load_with_origins(path: Path | str, overrides: Sequence[str]) -> tuple[RunCo
             origins[flag[2:]] = flag
         except ConfigError as error:
             problems.append(f"{flag}: {error}")
+    for key, value in flatten(settings).items():
+        if re.search(r"://[^/\s'\"]*@", str(value)):
+            problems.append(f"{key} has an address with a user or a password, which the record would show")
     config, found = _validate(settings, Path(path))
     for key, message in found.items():
         origin = next((origins[name] for name in list_around(key) if name in origins), path)
@@ -100,7 +105,7 @@ def load_recorded(path: Path) -> RunConfig:
     return config
 
 
-def _validate(settings: Mapping[str, Any], path: Path) -> tuple[RunConfig | None, dict[str, str]]:
+def _validate(settings: Fields, path: Path) -> tuple[RunConfig | None, Texts]:
     """The config, or None and what is wrong by dotted key."""
     try:
         return RunConfig.model_validate(settings, context=path.absolute().parent), {}
@@ -129,7 +134,7 @@ def _validate(settings: Mapping[str, Any], path: Path) -> tuple[RunConfig | None
         return None, problems
 
 
-def _replace_removed(tables: Sequence[dict[str, Any]], prefix: str) -> None:
+def _replace_removed(tables: Sequence[Fields], prefix: str) -> None:
     for table in tables:
         cap, params = table.get("importance_cap"), table.get("loss_params", {})
         if cap is not None and table.get("recompute_old") and "correction" not in params:
@@ -150,7 +155,7 @@ def _replace_removed(tables: Sequence[dict[str, Any]], prefix: str) -> None:
                 del table[name]
 
 
-def read_toml(file: Path) -> dict[str, Any]:
+def read_toml(file: Path) -> Fields:
     """The tables of a file. Raises ConfigError for one that cannot be read or is not TOML."""
     try:
         settings = tomllib.loads(file.read_bytes().decode())
@@ -226,7 +231,7 @@ def check_same_config(config: RunConfig, dumped: str) -> None:
         raise ConfigError(f"{line}; start all ranks with the same config file and flags")
 
 
-def _find_differences(one: RunConfig, two: RunConfig, here: str, there: str) -> dict[str, str]:
+def _find_differences(one: RunConfig, two: RunConfig, here: str, there: str) -> Texts:
     """By setting, both values where they differ; `here` and `there` say which is whose."""
     before, after = flatten(one.model_dump()), flatten(two.model_dump())
     return {
@@ -236,14 +241,14 @@ def _find_differences(one: RunConfig, two: RunConfig, here: str, there: str) -> 
     }
 
 
-def _format(values: Mapping[str, Any], key: str) -> str:
+def _format(values: Fields, key: str) -> str:
     return format_value(values[key]) if key in values else "unset"
 
 
 # --- flags --------------------------------------------------------------------------------------------------
 
 
-def _apply_override(settings: dict[str, Any], dotted: str, text: str) -> None:
+def _apply_override(settings: Fields, dotted: str, text: str) -> None:
     """Puts the value into the tables of the file: the text as TOML, or else as it is. A path or function in
     it is relative to the working directory. What the setting does not take stays as it is, and is reported
     with everything else. Raises ConfigError.
@@ -274,7 +279,7 @@ def _apply_override(settings: dict[str, Any], dotted: str, text: str) -> None:
             holder, table = table, table.setdefault(part, {})
     try:
         [value] = tomllib.loads(f"value = {text}").values()
-    except ValueError:  # no TOML, or a second line
+    except (ValueError, RecursionError):  # no TOML, or a second line
         value = text
     for meant in () if key.kind == OPEN_TABLE else (value, text):
         with suppress(ValidationError):
@@ -289,7 +294,7 @@ def _apply_override(settings: dict[str, Any], dotted: str, text: str) -> None:
 
 
 STAGES = ("sft", "preference", "reward_model", "rl")
-STAGE_ALIASES = {"dpo": "preference", "ppo": "rl"}  # ppo: RL that must have a critic
+STAGE_ALIASES = {"dpo": "preference", "ppo": "rl", "online": "rl"}  # RL that must have a critic, or [online]
 EVALUATE = "evaluate"  # the mode that trains nothing
 
 
@@ -337,6 +342,12 @@ def choose_stages(config: RunConfig, mode: str | None) -> tuple[str, ...]:
         raise ConfigError(
             f"--mode {mode} has the stage ppo, which trains a critic, but there is no [rl.critic] table; add"
             " it, or use the stage rl"
+        )
+    asked, is_online = (mode or "online").split("+"), config.online is not None
+    if config.rl and "rl" in stages and is_online != ("online" in asked) and mode:
+        raise ConfigError(
+            f"--mode {mode}, and the config has {'an' if is_online else 'no'} [online] table, with which RL"
+            " learns without end, in --mode online; add it or leave it out, or change the mode"
         )
     return stages
 

@@ -47,7 +47,7 @@ class ModelConfig(Section):
     """torch.compile of each layer: minutes at the start, faster steps afterwards; needs a C++ compiler
     """
     autocast: Literal["off", "bfloat16", "auto"] = "auto"
-    """master weights are float32; auto: bfloat16 where the hardware multiplies it natively"""
+    """master weights are float32; auto: bfloat16 where the hardware multiplies it faster"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """of all that computes with torch; auto: a GPU where torch has one, but never if deterministic"""
     threads: NonNegativeInt = 0

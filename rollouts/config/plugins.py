@@ -10,13 +10,14 @@ import operator
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rollouts.config.spelling import did_you_mean
 from rollouts.errors import PlugInError
+from rollouts.types import Function
 
 ROLES = """
 agent: row
@@ -38,18 +39,25 @@ PLAIN = "agent response_template curriculum advantage pairs"
 
 
 def load_function(
-    name: str, *, role: str, base_dir: Path = Path(), built_in: Mapping[str, Callable[..., Any]] | None = None
-) -> Callable[..., Any]:
+    name: str,
+    *,
+    role: str,
+    base_dir: Path = Path(),
+    built_in: Mapping[str, Function] | None = None,
+    params: Mapping[str, Any] = {},
+) -> Function:
     """The function that `name` means, imported once: the same name, or another function of the same file,
     comes from the same module.
 
-    A name of `built_in` is its function. A file is taken relative to `base_dir`; it is imported by itself, so
-    it cannot import its neighbours unless they are installed. Raises PlugInError naming what failed: the form
-    of the name, the file or module, its import (the cause is kept), the function, or the arguments that
-    `role` passes.
+    A name of `built_in` is its function. It must take `params` by keyword beside what its role passes. A file
+    is taken relative to `base_dir`; it is imported by itself, so it cannot import its neighbours unless they
+    are installed. Raises PlugInError naming what failed: the form of the name, the file or module, its import
+    (the cause is kept), the function, or the arguments that `role` passes.
     """
     known, what = built_in or {}, f"{role}={name!r}"
     if name in known:
+        if params and (problem := _find_problem(known[name], role, params)):
+            raise PlugInError(f"{what}: {problem}")
         return known[name]
     where, _, function_name = name.rpartition(":")
     if not where or not function_name:
@@ -73,7 +81,7 @@ def load_function(
         elif isinstance(error, ModuleNotFoundError):
             said += f"; install {error.name}, put its directory on PYTHONPATH, or write path/file.py:function"
         raise PlugInError(f"{what}: {said} ({traceback.format_exception_only(error)[-1].strip()})") from error
-    if problem := _find_problem(function, role):
+    if problem := _find_problem(function, role, params):
         raise PlugInError(f"{what}: {problem}")
     return function
 
@@ -94,7 +102,7 @@ def _import_file(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
-def _find_problem(function: Any, role: str) -> str:
+def _find_problem(function: Any, role: str, params: Mapping[str, Any]) -> str:
     """Why the role cannot have what was found; empty if it can."""
     if not callable(function):
         return f"it is of type {type(function).__name__}; it must be a function"
@@ -115,7 +123,8 @@ def _find_problem(function: Any, role: str) -> str:
         if role == "rows":  # beside data.params
             signature.bind_partial(size=1, seed=0)
         elif role != "tool":  # which make_tool looks at
-            signature.bind(*passed.split(", "))
+            signature.bind(*passed.split(", "), **params)
     except TypeError as error:
-        return f"it is called with ({passed}) but takes {signature}: {error}"
+        named = "".join(f", {name}=…" for name in params)
+        return f"it is called with ({passed}{named}) but takes {signature}: {error}"
     return ""

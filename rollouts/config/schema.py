@@ -10,88 +10,32 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
-    field_validator,
     model_serializer,
     model_validator,
 )
 
 from rollouts.config.model import ModelConfig
+from rollouts.config.online import ONLINE_RL, OnlineConfig, list_online_rules
+from rollouts.config.rollout import EvalConfig, RolloutConfig
 from rollouts.config.serve import ServeConfig
+from rollouts.config.stages import LossConfig, PairStageConfig, RowStageConfig, StageConfig
 from rollouts.config.tables import (
     AlertConfig,
     DistributedConfig,
     EngineConfig,
-    EvalConfig,
+    Fraction,
     FunctionText,
     NameText,
     OptimConfig,
     OutputConfig,
     Params,
     ReferenceConfig,
-    RolloutConfig,
     Section,
     Seed,
-    Sources,
     Tables,
 )
 from rollouts.errors import parse_call
-
-# --- what stages share --------------------------------------------------------------------------------------
-
-
-class StageConfig(Section):
-    """What every stage of training has."""
-
-    data: Sources
-    steps: NonNegativeInt = 0
-    """training steps of the stage; or epochs"""
-    epochs: NonNegativeFloat = 0.0
-    """in place of steps: passes over the rows, of RL over the prompts with num_prompts a step; rounded up to
-    whole steps
-    """
-    micro_batch_tokens: PositiveInt = 8192
-    """padded tokens of one forward pass"""
-    eval_every: NonNegativeInt = 0
-    """steps; 0: only before and after"""
-    optim: OptimConfig = OptimConfig()
-
-    @field_validator("optim", mode="before")
-    @classmethod
-    def _keep_own_lr(cls, optim: Any) -> Any:
-        # a table without lr would otherwise fall back to OptimConfig's, which suits RL
-        return {"lr": cls.model_fields["optim"].default.lr, **optim} if isinstance(optim, dict) else optim
-
-    def _list_rules(self) -> dict[str, Any]:
-        return {
-            f"steps={self.steps} and epochs={self.epochs:g}; set one of the two, and the other to 0": (
-                bool(self.steps) == bool(self.epochs)
-            )
-        }
-
-
-class RowStageConfig(StageConfig):
-    """What every stage that trains on rows of its data has."""
-
-    batch_size: PositiveInt = 16
-    """conversations, pairs, or of loss = "kto" responses per step"""
-    max_length: PositiveInt = 1024
-    """tokens of one conversation, or of a prompt and one response; what is longer is cut"""
-
-
-class PairStageConfig(RowStageConfig):
-    """What every stage that trains on preferences has."""
-
-    held_out: NonNegativeInt = 0
-    """pairs (of "kto" responses) off the end of the data that are evaluated and do not train"""
-
-
-class LossConfig(Section):
-    """Which loss a stage has."""
-
-    loss: str
-    loss_params: Params = {}
-    """passed to the loss by keyword, for example beta; "kto" sets weights left out by counts"""
-
+from rollouts.types import Fields
 
 # --- stages -------------------------------------------------------------------------------------------------
 
@@ -155,8 +99,8 @@ class AlgorithmConfig(LossConfig):
     """0, here and in changes: no reference model is loaded"""
     kl_in: Literal["reward", "loss"] = "reward"
     """where the KL term goes"""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """k2 and k3 only with kl_in = "loss"."""
+    kl_estimator: Literal["k1", "k2", "k3", "exact"] = "k1"
+    """of sampled tokens, or exact: KL(reference || policy) over the vocabulary; in the reward only k1"""
     recompute_old: bool = False
     """old log-probs from a forward pass instead of the engine's, with truncated importance weights"""
 
@@ -172,7 +116,7 @@ class AlgorithmChange(AlgorithmConfig):
     """over so many steps kl_coef moves here in a straight line; 0: at once"""
 
     @model_serializer(mode="wrap")
-    def _dump(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _dump(self, dump: SerializerFunctionWrapHandler) -> Fields:
         return {name: value for name, value in dump(self).items() if name in self.model_fields_set}
 
 
@@ -234,6 +178,16 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
     """an update is undone, and none follows on its batch, if KL(before the batch || after it) is above, in
     nats per token; 0: never
     """
+    kl_ref_limit: NonNegativeFloat = 0.0
+    """the same if the KL of policy and reference after it is above, and above what it was, in nats per sample
+    of its rows; 0: never
+    """
+    grad_norm_limit: NonNegativeFloat = 0.0
+    """the same if its gradient norm, before clipping, was above; 0: never"""
+    lr_by_error: Fraction = 0.0
+    """a step's learning rate is optim.lr times its error, the best reward of a group less its mean, over the
+    groups, and at least times this; 0: it is optim.lr
+    """
     mask_truncated: bool = False
     """samples cut at the token limit count in their group's statistics and train nothing; a group of nothing
     else is dropped
@@ -256,7 +210,7 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
         gae = {} if settings.get("critic") is None else {"advantage": "gae"}
         return {"normalise_by": choose_unit(settings.get("loss")), **gae, **settings}
 
-    def _list_rules(self) -> dict[str, Any]:
+    def _list_rules(self) -> Fields:
         rules, last, control = super()._list_rules() | self._list_own_rules(), 1, self.kl_control
         for change, table in zip(self.changes, list_tables(self, self.changes)[1:], strict=True):
             where, given = f"changes with from_step={change.from_step}", change.model_fields_set
@@ -272,7 +226,7 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
             last = change.from_step
         return rules
 
-    def _list_own_rules(self) -> dict[str, Any]:
+    def _list_own_rules(self) -> Fields:
         prompts, needed = self.rollout.num_prompts, self.sync_every - 1
         correction, cap = (self.loss_params.get(name) for name in ("correction", "importance_cap"))
         control, numbers = parse_call(self.kl_control)
@@ -314,19 +268,33 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
             ),
             f"kl_coef=0 with kl_control={self.kl_control!r}, which multiplies it and would leave it at 0;"
             " begin above 0": control != "fixed" and not self.kl_coef,
+            "kl_ref_limit or lr_by_error with optim.schedule or warmup_steps, whose learning rate they do not"
+            " know; leave one of them out": (self.kl_ref_limit or self.lr_by_error)
+            and (self.optim.schedule != "constant" or self.optim.warmup_steps),
+            "kl_ref_limit with kl_coef=0, where nothing asks the reference; set one of both otherwise": (
+                self.kl_ref_limit and not self.kl_coef
+            ),
             "advantage='gdpo' with kl_in='reward'; it reads the named rewards, which have no KL term: use"
             " kl_in='loss'": in_reward and self.advantage == "gdpo",
             f"kl_estimator={self.kl_estimator!r} with kl_in='reward'; KL in the reward is k1; use"
-            " kl_in='loss' for k2 and k3": in_reward and self.kl_estimator != "k1",
+            " kl_in='loss' for the others": in_reward and self.kl_estimator != "k1",
             "kl_estimator='k1' with kl_in='loss'; as a loss k1 has an expected gradient of 0; use 'k2'"
             " (reverse KL) or 'k3', or set kl_importance = true in loss_params": (
                 self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1" and importance is not True
             ),
         }
 
-    def _list_rollout_rules(self) -> dict[str, Any]:
+    def _list_rollout_rules(self) -> Fields:
         rollout = self.rollout
         return {
+            "rollout.rewards.turns has the name of what turns of trajectories earn; choose another": (
+                "turns" in rollout.rewards
+            ),
+            "advantage='gdpo' with rollout.rewards that have a schedule or normalise, which it does not read;"
+            " leave those out, or choose another advantage": self.advantage == "gdpo"
+            and any(
+                one.schedule != "constant" or one.normalise != "none" for one in rollout.rewards.values()
+            ),
             "rollout.generate, rollout.environment and rollout.agent each make the trajectories; keep one of"
             " them": sum(map(bool, (rollout.generate, rollout.environment, rollout.agent))) > 1,
             "rollout.tools are of a conversation that this run leads; rollout.generate and rollout.agent lead"
@@ -337,6 +305,13 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
             " by group: keep one": rollout.group_reward and (rollout.reward or rollout.reward_model),
             "rollout.reward_weights with rollout.group_reward, which weighs its own parts; leave one of them"
             " out": rollout.group_reward and rollout.reward_weights,
+            "rollout.rewards beside rollout.reward, group_reward, reward_model or reward_weights, which are"
+            " short forms of it; make them parts, or leave rewards out": rollout.rewards
+            and (rollout.reward or rollout.group_reward or rollout.reward_model or rollout.reward_weights),
+            f"rollout.group_reward={rollout.group_reward!r} keeps a state or asks models, as parts may; make"
+            " it one, in [rl.rollout.rewards.NAME]": (
+                rollout.group_reward in ("coherence_scored", "curiosity", "novelty")
+            ),
             "distillation.teacher='self' without context knows no more than the policy; set"
             " distillation.context": (
                 self.distillation and self.distillation.teacher == "self" and not self.distillation.context
@@ -353,7 +328,7 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
             " set over_sampling = 2, or leave ranker out": rollout.ranker and rollout.over_sampling == 1,
         }
 
-    def _list_unused(self, kl_in_reward: bool) -> dict[str, Any]:
+    def _list_unused(self, kl_in_reward: bool) -> Fields:
         """Settings that mean nothing to pairs, or to a teacher without a reward: whether they are set."""
         default, filters = AlgorithmConfig.model_fields["advantage"].default, self.rollout.filters
         unused = {"[rl.critic]": self.critic, f"advantage={self.advantage!r}": self.advantage != default}
@@ -374,7 +349,7 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
 BEGINS_WITH = {"loss": ("loss_params", "clip_low", "clip_high"), "advantage": ("advantage_params",)}
 
 
-def list_tables(settings: AlgorithmConfig, changes: Sequence[AlgorithmChange]) -> list[dict[str, Any]]:
+def list_tables(settings: AlgorithmConfig, changes: Sequence[AlgorithmChange]) -> list[Fields]:
     """The settings that a change may name, by piece: those of `settings`, then those from each change on.
 
     What a change does not name stays as it was before it, but another loss begins with the default parameters
@@ -404,8 +379,8 @@ def list_tables(settings: AlgorithmConfig, changes: Sequence[AlgorithmChange]) -
 class RunConfig(Section):
     """Everything a run is made of. `--mode` says which of the stages run; else all do."""
 
-    name: str = "run"
-    """of the run directory, when output.dir is empty"""
+    name: Annotated[str, Field(pattern="^[^/.][^/]{0,99}$")] = "run"
+    """of the run directory, when output.dir is empty: a folder's, without / and not hidden"""
     seed: Seed = 0
     """of data order, sampling and random weights"""
     deterministic: bool = False
@@ -416,6 +391,7 @@ class RunConfig(Section):
     engine: EngineConfig = EngineConfig()
     sft: SFTTrainingConfig | None = None
     rl: RLTrainingConfig | None = None
+    online: OnlineConfig | None = None
     preference: PreferenceTrainingConfig | None = None
     reward_model: RewardModelTrainingConfig | None = None
     reference: ReferenceConfig = ReferenceConfig()
@@ -423,12 +399,18 @@ class RunConfig(Section):
     serve: ServeConfig | None = None
     alerts: Annotated[list[AlertConfig], *Tables] = []
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_online(cls, settings: Any) -> Any:
+        rl = settings.get("rl") if isinstance(settings, dict) and settings.get("online") is not None else None
+        return {**settings, "rl": {**ONLINE_RL, **rl}} if isinstance(rl, dict) else settings
+
     @property
     def rollout(self) -> RolloutConfig:
         """[rl.rollout], or its defaults where there is no [rl]."""
         return self.rl.rollout if self.rl else RolloutConfig()
 
-    def _list_lora_rules(self) -> dict[str, Any]:
+    def _list_lora_rules(self) -> Fields:
         lora, reference = self.model.lora, self.reference
         if not lora:
             return {}
@@ -443,31 +425,50 @@ class RunConfig(Section):
             " one of the two out": self.model.compile,
         }
 
-    def _list_rules(self) -> dict[str, Any]:
+    def _list_rules(self) -> Fields:
         where, engine, teacher = self.reference.where, self.engine, self.rl and self.rl.distillation
-        rules = {
-            f"{setting} with deterministic=true; {reason}: leave one of the two out": wrong
-            for wrong, setting, reason in (
-                (self.model.device == "cuda", "model.device='cuda'", "equal bits are shown on CPUs only"),
-                (self.model.compile, "model.compile=true", "compiled sums round in another order"),
-                (self.model.autocast == "bfloat16", "model.autocast='bfloat16'", "it computes in float32"),
-                (engine.kind != "local", f"engine.kind={engine.kind!r}", "a server repeats no bits"),
-                (where != "trainer", f"reference.where={where!r}", "a server repeats no bits"),
-                (teacher and teacher.on_server, "rl.distillation.teacher on a server", "it repeats no bits"),
-                (self.rollout.scores_on_server, "a reward model on a server", "it repeats no bits"),
-            )
-            if self.deterministic
-        } | self._list_lora_rules()
+        rules = (
+            {
+                f"{setting} with deterministic=true; {reason}: leave one of the two out": wrong
+                for wrong, setting, reason in (
+                    (self.model.device == "cuda", "model.device='cuda'", "equal bits are shown on CPUs only"),
+                    (self.model.compile, "model.compile=true", "compiled sums round in another order"),
+                    (
+                        self.model.autocast == "bfloat16",
+                        "model.autocast='bfloat16'",
+                        "it computes in float32",
+                    ),
+                    (engine.kind != "local", f"engine.kind={engine.kind!r}", "a server repeats no bits"),
+                    (where != "trainer", f"reference.where={where!r}", "a server repeats no bits"),
+                    (
+                        teacher and teacher.on_server,
+                        "rl.distillation.teacher on a server",
+                        "it repeats no bits",
+                    ),
+                    (self.rollout.scores_on_server, "a reward model on a server", "it repeats no bits"),
+                )
+                if self.deterministic
+            }
+            | self._list_lora_rules()
+            | list_online_rules(self)
+        )
         if not self.rl:
             return rules
         sync_every, staleness = self.rl.sync_every, self.rl.max_staleness
         steps = {"rl.eval_every": self.rl.eval_every, "output.checkpoint_every": self.output.checkpoint_every}
         shares = engine.kind == "local" and engine.mode == "shared"
-        coefs = [table["kl_coef"] for table in list_tables(self.rl, self.rl.changes)]
+        tables, ranks = list_tables(self.rl, self.rl.changes), self.distributed.ranks
+        exact = "exact" in {table["kl_estimator"] for table in tables}
+        frozen = self.reference in (ReferenceConfig(), ReferenceConfig(dtype="bfloat16"))
+        coefs = [table["kl_coef"] for table in tables]
         coefs += [change.kl_coef for change in self.rl.changes if "kl_coef" in change.model_fields_set]
         moves = self.reference.update != "none" and self.rl.kl_control == "fixed"
         return {
             **rules,
+            f"rl.kl_estimator='exact' with reference={self.reference.model_dump()}, distributed.ranks={ranks}"
+            f" and model.lora={self.model.lora}; it needs a frozen reference beside a trainer of one process,"
+            " without an adapter: leave these out, but for dtype='bfloat16', or use 'k3'": exact
+            and (self.model.lora or ranks > 1 or not frozen),
             **{
                 f"{name}={every} with rl.sync_every={sync_every}; between updates the engines have older"
                 f" weights than the trainer: use a multiple of {sync_every}": every % sync_every

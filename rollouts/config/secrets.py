@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from rollouts.types import Fields, Texts
+
 HIDDEN = "***"
 SECRET_NAME = re.compile(
     r"(^|[_.-])(api_?key|key|token|secret|pass|credentials?|auth|authorization|cookie|dsn|headers)$"
@@ -45,7 +47,7 @@ def flatten(value: Any, key: str = "") -> dict[str, Any]:
     return flat
 
 
-def flatten_settings(table: Mapping[str, Any]) -> dict[str, str]:
+def flatten_settings(table: Fields) -> dict[str, str]:
     """The settings of a record as text, by dotted name."""
     return {
         key: value if value and isinstance(value, str) else json.dumps(value, default=str)
@@ -53,7 +55,7 @@ def flatten_settings(table: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def find_secrets(environment: Mapping[str, str]) -> list[str]:
+def find_secrets(environment: Texts) -> list[str]:
     """The values of variables whose names are those of secrets, whole and in their parts (`name=value,…`), as
     they are and without percent signs, and the users and passwords of addresses; the longest first.
     """

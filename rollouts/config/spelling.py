@@ -2,8 +2,10 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
+
+from rollouts.types import Fields
 
 
 def nearest_names(
@@ -172,7 +174,7 @@ output.samples_per_step:
     num_completions_to_print log_completions
 rl.kl_coef (of the KL term, not of AdamW):
     beta
-rl.kl_coef (as a term of the loss it needs kl_in = "loss" and kl_estimator = "k2" or "k3"):
+rl.kl_coef (as a term of the loss it needs kl_in = "loss" and kl_estimator = "k2", "k3" or "exact"):
     kl_loss_coef actor.kl_loss_coef reference_policy_kl_penalty
 rl.kl_in (set rl.kl_coef above 0 to turn the term on; there is no other switch, and kl_in = "loss"):
     use_kl_loss
@@ -315,7 +317,7 @@ ALIASES = {  # their name: (our dotted keys, what differs in brackets)
 }
 
 
-def find_name(table: Mapping[str, Any], dotted: str) -> Any:
+def find_name(table: Fields, dotted: str) -> Any:
     """The entry of as many last parts of the name as the table knows; None if it knows none."""
     parts = dotted.lower().replace("-", "_").split(".")
     names = (".".join(parts[start:]) for start in range(len(parts)))

@@ -25,6 +25,8 @@ from pydantic import (
 )
 
 from rollouts.errors import parse_call
+from rollouts.messages import drop_none
+from rollouts.types import Fields
 
 # NUL or half a surrogate pair, as repr writes it, not the text of such an escape
 NOT_PLAIN = re.compile(r"(?<!\\)(?:\\\\)*\\(?:x00|ud[89a-f])")
@@ -39,8 +41,8 @@ class Section(BaseModel):
     )
 
     @model_serializer(mode="wrap")
-    def _dump(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in dump(self).items() if value is not None}
+    def _dump(self, dump: SerializerFunctionWrapHandler) -> Fields:
+        return drop_none(dump(self))
 
     @field_validator("*")
     @classmethod
@@ -56,7 +58,7 @@ class Section(BaseModel):
                 raise ValueError(rule)
         return self
 
-    def _list_rules(self) -> dict[str, Any]:
+    def _list_rules(self) -> Fields:
         """What a combination of settings that cannot work is refused with: whether it is there."""
         return {}
 
@@ -81,7 +83,7 @@ FrozenDtype = Literal["float32", "bfloat16", "8bit", "4bit"]
 
 def _absolute_path(path: str, info: ValidationInfo) -> str:
     """`path`, absolute if the context of the validation is the directory that it is relative to."""
-    if not path or not info.context:
+    if path in ("", "-") or "://" in path or not info.context:
         return path
     try:
         if re.search("[^/]{256}|.{4096}", path):
@@ -147,8 +149,8 @@ ALERT_RULES = ("above limit", "below limit", "absent steps", "falls by steps", "
 SKIPPED_STEPS = "optim/skipped_steps"
 
 
-class AlertConfig(Section):
-    """A rule on a metric. That it begins to hold is said once, and once more that it is over."""
+class RuleConfig(Section):
+    """A rule on a metric."""
 
     metric: str
     """its name, for example "reward/mean"."""
@@ -156,14 +158,8 @@ class AlertConfig(Section):
     """above(limit=1), below(limit=0.1), absent(steps=3), falls(by=0.5, steps=20), or not_finite, of
     optim/skipped_steps
     """
-    stage: str = ""
-    """whose rows are looked at; empty: each stage by itself"""
-    run: list[str] = []
-    """a command and its arguments, called without a shell; the alert's text is one more argument"""
-    webhook: str = ""
-    """the environment variable with the URL that {"text": …} is posted to"""
 
-    def _list_rules(self) -> dict[str, Any]:
+    def _list_rules(self) -> Fields:
         rule, numbers = parse_call(self.rule)
         return {
             f"rule={self.rule!r}; write above(limit=…), below(limit=…), absent(steps=…), falls(by=…,"
@@ -174,6 +170,21 @@ class AlertConfig(Section):
             f" critic/{SKIPPED_STEPS} count where a loss or gradient was not: use that metric": (
                 rule == "not_finite" and not self.metric.endswith(SKIPPED_STEPS)
             ),
+        }
+
+
+class AlertConfig(RuleConfig):
+    """A rule on a metric. That it begins to hold is said once, and once more that it is over."""
+
+    stage: str = ""
+    """whose rows are looked at; empty: each stage by itself"""
+    run: list[str] = []
+    """a command and its arguments, called without a shell; the alert's text is one more argument"""
+    webhook: str = ""
+    """the environment variable with the URL that {"text": …} is posted to"""
+
+    def _list_rules(self) -> Fields:
+        return super()._list_rules() | {
             # a URL may be a secret, so it is not shown
             "webhook is no name of an environment variable; put the URL in one and name it": (
                 not re.fullmatch(r"\w*", self.webhook)
@@ -181,13 +192,14 @@ class AlertConfig(Section):
         }
 
 
-SourceKind = Literal["jsonl", "parquet", "hf", "reasoning_gym", "python"]
+SourceKind = Literal["jsonl", "parquet", "hf", "reasoning_gym", "python", "stream"]
 NEEDS = {  # what a source of a kind cannot do without
     "jsonl": "path",
     "parquet": "path",
     "hf": "dataset",
     "reasoning_gym": "dataset size",  # it could go on for ever
     "python": "function size",
+    "stream": "path",
 }
 
 
@@ -197,10 +209,12 @@ class DataSourceConfig(Section):
     """
 
     kind: SourceKind
-    """files of rows, a dataset of the hub, rows made by reasoning-gym or by a Python function"""
+    """files of rows, a dataset of the hub, rows made by reasoning-gym or by a Python function; stream: with
+    [online], JSON lines that are still being written
+    """
     path: PathText = ""
     """jsonl and parquet: the file, relative to the config file; a pattern with * means several, in the order
-    of their names
+    of their names; stream: a file that grows, a directory of *.jsonl files, or "-" for standard input
     """
     dataset: NameText = ""
     """hf: a name on the hub, org/name or org/name:subset, or a directory; reasoning_gym: the dataset's name,
@@ -210,7 +224,7 @@ class DataSourceConfig(Section):
     """hf: the split"""
     function: FunctionText = ""
     """python: module:function or file.py:function, called with size=, seed= and params; gives rows"""
-    params: dict[str, Any] = {}
+    params: Fields = {}
     """reasoning_gym: passed to create_dataset; python: passed to the function"""
     size: Annotated[PositiveInt | None, Off] = None
     """how many rows to take; None: all there are (reasoning_gym and python need a size)"""
@@ -225,7 +239,7 @@ class DataSourceConfig(Section):
     weight: PositiveFloat = 1.0
     """share of the draws in a mixture, relative to the other sources"""
 
-    def _list_rules(self) -> dict[str, Any]:
+    def _list_rules(self) -> Fields:
         fields = type(self).model_fields
         return {
             f"{needed} is missing; a source of kind {self.kind!r} needs it"
@@ -254,115 +268,6 @@ class OptimConfig(Section):
     """None: no clipping"""
 
 
-class SamplingConfig(Section):
-    """What is sampled for each prompt and scored, in RL and in evaluation."""
-
-    samples_per_prompt: PositiveInt = 1
-    """G of RL: samples of a group; or of each held-out prompt"""
-    max_new_tokens: PositiveInt = 256
-    """tokens of one response, at most"""
-    temperature: NonNegativeFloat = 0.0
-    """0: greedy, in evaluation only; the trainer divides its logits by that of RL too"""
-    reward: FunctionText = ""
-    """module:function or file.py:function, of one sample; empty in [eval]: rl.rollout.reward"""
-
-
-class RolloutConfig(SamplingConfig):
-    """How samples of RL are made."""
-
-    num_prompts: PositiveInt = 8
-    """P: new groups in a batch"""
-    samples_per_prompt: PositiveInt = 8
-    """G of RL: samples of a group; or of each held-out prompt"""
-    temperature: PositiveFloat = 1.0
-    """0: greedy, in evaluation only; the trainer divides its logits by that of RL too"""
-    over_sampling: Annotated[float, Field(ge=1)] = 1.0
-    """groups launched at once = ceil(num_prompts * over_sampling)"""
-    replay: NonNegativeInt = 0
-    """groups of earlier batches, at most, that train again beside the num_prompts new ones of each batch, as
-    long as rl.max_staleness allows; docs/async.md
-    """
-    generate: FunctionText = ""
-    """module:function or file.py:function, or a factory of one (a parameter is called tokenizer); empty: one
-    chat turn, or what environment, tools or agent say
-    """
-    environment: FunctionText = ""
-    """module:function or file.py:function, called with a row: the world of a trajectory; docs/agents.md"""
-    tools: list[FunctionText] = []
-    """plain typed functions that the model may call, module:function or file.py:function; and MCP servers, as
-    "mcp:command" or "mcp:http://…"
-    """
-    agent: FunctionText = ""
-    """instead of environment: a command, or module:function or file.py:function of a child process, which
-    talks to the model through OPENAI_BASE_URL
-    """
-    response_template: FunctionText = ""
-    """how tool calls and thinking are read: a JSON file in transformers' format, or module:function or
-    file.py:function from text to message; empty: the tokenizer's own
-    """
-    history: Literal["template", "extend"] = "template"
-    """where the chat template rewrites earlier turns: as it would, in a new segment; or kept as sampled"""
-    max_turns: PositiveInt = 16
-    """of the model in a trajectory"""
-    max_tool_calls: PositiveInt = 64
-    """of a trajectory"""
-    max_trajectory_tokens: PositiveInt = 8192
-    """prompt, answers and results of a trajectory; max_new_tokens stays the limit of one answer"""
-    trajectory_timeout_s: PositiveFloat = 600.0
-    """seconds from the opening of a trajectory's environment to its last turn"""
-    tool_timeout_s: PositiveFloat = 30.0
-    """seconds that one tool call, or one call of an environment, may take"""
-    at_limit: dict[Literal["turns", "tool_calls", "tokens", "time"], Literal["train", "reward", "drop"]] = {}
-    """what becomes of a trajectory that a limit ended: trains (the default), counts in its group with its
-    reward but does not train, or is left out
-    """
-    group_reward: FunctionText = ""
-    """module:function or file.py:function, of all samples of a group; instead of reward"""
-    reward_model: str = ""
-    """added to reward, or instead of it: "stage" (this run's reward_model stage), a directory, a hub name, or
-    the http(s) address of one that a training service serves, …/references/NAME
-    """
-    reward_weights: dict[str, float] = {}
-    """weight of each named part of the reward; empty: the reward is what the function says"""
-    filters: list[FunctionText] = []
-    """group filters, run in order; names of rollouts.filters, module:function or file.py:function"""
-    ranker: FunctionText = ""
-    """of the groups launched at once, those train that it gives the highest numbers: reward_std,
-    module:function or file.py:function; empty: the first by launch
-    """
-    max_attempts: PositiveInt = 20
-    """a batch may draw at most num_prompts * max_attempts groups"""
-    max_failed_fraction: Fraction = 0.2
-    """of the samples of a batch; above it the run stops"""
-    reward_timeout_s: PositiveFloat = 30.0
-    """seconds one reward call may take; after it the sample has failed"""
-
-    @property
-    def has_turns(self) -> bool:
-        """Whether trajectories may have several turns."""
-        return bool(self.environment or self.tools or self.agent)
-
-    @property
-    def scores_on_server(self) -> bool:
-        """Whether the reward model is on a server."""
-        return self.reward_model.startswith(("http://", "https://"))
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether samples get a reward."""
-        return bool(self.reward or self.group_reward or self.reward_model or self.environment or self.agent)
-
-
-class EvalConfig(SamplingConfig):
-    """Evaluation on held-out prompts. Rows whose prompt occurs here are left out of every training stage."""
-
-    data: Sources
-    policy_metrics: bool = False
-    """also perplexity, entropy and diversity of what was sampled"""
-    against: NameText = ""
-    """with policy_metrics: a model, by a name that model.name takes, to which KL is measured"""
-
-
 # how a reference follows the policy, with the numbers that it has unless others are given
 USUAL = "none", "reset(every=1)", "ema(policy_weight=0.01, every=1)", "tr_dpo(policy_weight=0.6, every=1)"
 UPDATES = dict(map(parse_call, USUAL))
@@ -384,7 +289,7 @@ class ReferenceConfig(Section):
     every=1)" and "tr_dpo(policy_weight=0.6, every=1)": a mixture with it, in which the policy has this share
     """
 
-    def _list_rules(self) -> dict[str, Any]:
+    def _list_rules(self) -> Fields:
         elsewhere = self.where != "trainer"
         return {
             f"update={self.update!r} with where={self.where!r} and dtype={self.dtype!r}; a reference that"
@@ -437,18 +342,21 @@ class EngineConfig(Section):
     transport: Literal["disk", "memory"] = "disk"
     """how weights reach the servers"""
 
-    def _list_rules(self) -> dict[str, Any]:
+    def _list_rules(self) -> Fields:
         started = {"python": self.python, "count": self.count > 1}
-        return {
+        rules: Fields = {
             f"{name} is set, but kind='local' starts no server; set kind to a server's": (
                 value and self.kind == "local"
             )
             for name, value in {"urls": self.urls, "args": self.args, **started}.items()
-        } | {
+        }
+        rules |= {
             f"urls names servers that run already; {name} is for servers that this run starts: set"
             " one or the other": value and self.urls
             for name, value in started.items()
         }
+        said = "an address of urls has a query, which the record would show; a key goes in"
+        return rules | {f"{said} VLLM_API_KEY or SGLANG_API_KEY": {*"?#"} & {*"".join(self.urls)}}
 
 
 class DistributedConfig(Section):

@@ -22,9 +22,9 @@ from rollouts.config.spelling import did_you_mean
 from rollouts.data.rows import Messages, parse_messages, parse_prompt, says_something
 from rollouts.errors import DataError, ModelError
 from rollouts.messages import JSONValue, parse_tool_arguments
-from rollouts.types import ChatMessage, IntArray
+from rollouts.types import ChatMessage, Fields, IntArray, JSONObject
 
-Tools = Sequence[Mapping[str, JSONValue]]  # JSON schemas of the tools that a conversation may call
+Tools = Sequence[JSONObject]  # JSON schemas of the tools that a conversation may call
 
 
 class ChatTokenizer(Protocol):
@@ -33,12 +33,11 @@ class ChatTokenizer(Protocol):
     chat_template: Any
     all_special_tokens: Any
     apply_chat_template: Any
+    encode: Any
+    decode: Any
 
     @property
     def added_tokens_decoder(self) -> Any: ...  # id → AddedToken
-
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> Any: ...
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> Any: ...
 
 
 TemplateParams = Mapping[str, JSONValue]
@@ -207,7 +206,7 @@ def make_template(
     return template
 
 
-def _check_params(params: Mapping[str, JSONValue], tokenizer: ChatTokenizer) -> None:
+def _check_params(params: JSONObject, tokenizer: ChatTokenizer) -> None:
     """Raises ModelError for a parameter that the template does not read, or that is not the user's to set."""
     from jinja2 import Environment, TemplateSyntaxError, meta  # comes with chat templates
 
@@ -245,7 +244,14 @@ def _choose_form(messages: Messages, template: Template) -> Template:
         tried = template._replace(arguments_as_text=as_text, empty_content=empty_content)
         try:
             text = tried.render(marked)
-            lacking = [index for mark, index in marks.items() if not _writes_call(text, mark)]
+            # neither in Python's notation, nor as JSON text within JSON, nor in part
+            lacking = [
+                index
+                for mark, index in marks.items()
+                if f"{{'key{mark}'" in text
+                or f'\\"key{mark}' in text
+                or any(f"{part}{mark}" not in text for part in ("name", "key", "value"))
+            ]
             if not lacking:
                 return tried
             raise DataError(
@@ -258,15 +264,7 @@ def _choose_form(messages: Messages, template: Template) -> Template:
     raise min(problems, key=lambda one: (one.__cause__ is not None) + isinstance(one.__cause__, TypeError))
 
 
-def _writes_call(text: str, mark: str) -> bool:
-    """Whether the call with this mark is written in full, its argument neither in Python's notation nor as
-    JSON text within JSON.
-    """
-    spoilt = f"{{'key{mark}'" in text or f'\\"key{mark}' in text
-    return not spoilt and all(f"{part}{mark}" in text for part in ("name", "key", "value"))
-
-
-def _change(call: Mapping[str, Any], **parts: Any) -> dict[str, Any]:
+def _change(call: Fields, **parts: Any) -> Fields:
     """A tool call with other parts of its function."""
     return {**call, "function": {**call["function"], **parts}}
 

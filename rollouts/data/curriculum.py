@@ -6,11 +6,11 @@ curriculum(step, statistics) ─► call_curriculum checks the weights ─► Da
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rollouts.data.mixture import SOURCE_FIELD, parse_weights
 from rollouts.errors import DataError, UserFunctionError
-from rollouts.types import Sample, split_trajectories
+from rollouts.types import Fields, Numbers, Sample, split_trajectories
 
 
 class SourceStatistics(NamedTuple):
@@ -31,7 +31,7 @@ class SourceStatistics(NamedTuple):
 
 
 BySource = Mapping[str, SourceStatistics]
-Curriculum = Callable[[int, BySource], Mapping[str, float]]
+Curriculum = Callable[[int, BySource], Numbers]
 """From the step about to run (from 1) and every source's statistics to the weights of all sources; 0
 pauses a source. A pure function.
 """
@@ -70,7 +70,7 @@ def update_statistics(
     return after
 
 
-def decode_statistics(state: Mapping[str, Any], names: Collection[str]) -> dict[str, SourceStatistics]:
+def decode_statistics(state: Fields, names: Collection[str]) -> dict[str, SourceStatistics]:
     """The statistics, to the last bit, of the sources `names` out of a checkpoint, which has each as its
     `_asdict()` gives it. The only source may have another name than it had.
     """
@@ -78,9 +78,7 @@ def decode_statistics(state: Mapping[str, Any], names: Collection[str]) -> dict[
     return {name: SourceStatistics(**found[name]) for name in names}
 
 
-def call_curriculum(
-    curriculum: Curriculum, step: int, statistics: BySource, *, function: str
-) -> dict[str, float]:
+def call_curriculum(curriculum: Curriculum, step: int, statistics: BySource, *, function: str) -> Numbers:
     """The weights for `step`, checked. `function` is its name. Raises UserFunctionError, with the cause, if
     it raises, and naming the value if that is no weight of each source.
     """
@@ -101,9 +99,7 @@ def call_curriculum(
 # --- ready ones ---------------------------------------------------------------------------------------------
 
 
-def linear_shift(
-    start: Mapping[str, float], end: Mapping[str, float], *, first_step: int, last_step: int
-) -> Curriculum:
+def linear_shift(start: Numbers, end: Numbers, *, first_step: int, last_step: int) -> Curriculum:
     """A curriculum that has the shares of `start` up to `first_step`, those of `end` from `last_step`, and
     goes straight between them.
 
@@ -117,7 +113,7 @@ def linear_shift(
             " every source, weights are 0 or more and one is above 0, and last_step is after first_step"
         )
 
-    def shift(step: int, statistics: BySource) -> Mapping[str, float]:
+    def shift(step: int, statistics: BySource) -> Numbers:
         done = min(max((step - first_step) / (last_step - first_step), 0.0), 1.0)
         pairs = zip(start, first, last, strict=True)
         return {name: (1 - done) * one / sum(first) + done * two / sum(last) for name, one, two in pairs}
@@ -132,7 +128,7 @@ def favour_medium(
     low: float = 0.0,
     high: float = 1.0,
     floor: float = 0.1,
-) -> dict[str, float]:
+) -> Numbers:
     """The most weight to sources that are neither solved nor hopeless: floor + (1 - floor) * 4 * p * (1 - p).
 
     p is the mean reward of the last batch that had the source, from 0 at reward `low` to 1 at `high`; a

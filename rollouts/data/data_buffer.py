@@ -9,16 +9,16 @@ Giving back everything that a draw took, in the order it came, leaves the buffer
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from hashlib import sha256
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rollouts.data.mixture import SOURCE_FIELD, Mixture, Turns, make_mixture, parse_weights
 from rollouts.data.rows import Row, naming, parse_row
 from rollouts.errors import DataError
-from rollouts.types import IntArray, JSONValue
+from rollouts.types import Fields, IntArray, JSONObject, Numbers
 
 
 class PromptRow(NamedTuple):
@@ -102,11 +102,11 @@ class DataBuffer:
     # --- weights --------------------------------------------------------------------------------------------
 
     @property
-    def weights(self) -> Mapping[str, float]:
+    def weights(self) -> Numbers:
         """By source, relative to each other."""
         return dict(zip(self._names, self._turns.weights, strict=True))
 
-    def set_weights(self, weights: Mapping[str, float]) -> None:
+    def set_weights(self, weights: Numbers) -> None:
         """Draws from here on in the proportions of `weights`, which name every source; 0 pauses one. Returned
         prompts still come first.
 
@@ -128,7 +128,7 @@ class DataBuffer:
 
     # --- state ----------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, JSONValue]:
+    def state_dict(self) -> JSONObject:
         """Everything an exact resume needs, as JSON. The rows themselves are not in it, only their
         fingerprint.
         """
@@ -143,7 +143,7 @@ class DataBuffer:
             "owed": list(self._turns.owed),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Fields) -> None:
         """Continues the stream that `state` was taken from, with its seed and its weights.
 
         Raises DataError, changing nothing, for another dataset's state.
@@ -160,7 +160,7 @@ class DataBuffer:
         self._turns = Turns(state["weights"])
         self._turns.owed = state["owed"]
 
-    def statistics(self) -> Mapping[str, float]:
+    def statistics(self) -> Numbers:
         """`epoch`, `drawn` (prompts taken off the stream, each once), `returned` (waiting to be drawn again).
 
         `epoch` is the current one, from 0. The sources of a mixture have epochs of their own, and `epoch` is

@@ -322,6 +322,9 @@ def load_sources(sources: Sequence[DataSourceConfig], *, name: str, use: RowUse 
     loaded = []
     for index, (source, called) in enumerate(zip(sources, name_sources(sources), strict=True)):
         key = f"{name}.{index}" if len(sources) > 1 else name
+        if source.kind == "stream":  # is read while the run goes on
+            loaded.append(Source(called, source.weight, ()))
+            continue
         found = read_source(source, name=key, use=use)
         count, bad = len(found.rows), found.bad
         if not found.good or len(bad) > source.max_bad_fraction * count:

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 
 from rollouts.errors import DataError
-from rollouts.types import IntArray
+from rollouts.types import IntArray, T
 
-T = TypeVar("T")
 SOURCE_FIELD = "source"  # of a sample's metadata, when there are several sources
 DRAW_PARTS = 1_000_000  # of a draw, in which a debt is kept when weights change
 
@@ -78,8 +77,8 @@ class Mixture(Generic[T]):
             replace(one, rows=tuple(row for row in one.rows if row is None or wanted(row)))
             for one in self.sources
         )
-        for source in kept:
-            if not source.good:
+        for before, source in zip(self.sources, kept, strict=True):
+            if before.good and not source.good:
                 raise DataError(problem.format(f" from {source.name}" if len(kept) > 1 else ""))
         return replace(self, sources=kept)
 

@@ -28,7 +28,7 @@ import numpy as np
 from rollouts.config.spelling import did_you_mean, nearest_names
 from rollouts.errors import DataError, ModelError
 from rollouts.messages import checked_messages, parse_json
-from rollouts.types import ChatMessage, JSONValue, check_json
+from rollouts.types import ChatMessage, Fields, JSONValue, check_json
 
 Row = dict[str, Any]
 Messages = Sequence[ChatMessage]
@@ -170,7 +170,7 @@ def parse_prompt(prompt: str | Messages) -> list[ChatMessage]:
     return [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
 
 
-def parse_tools(tools: object, *, where: str = "tools") -> list[dict[str, Any]] | None:
+def parse_tools(tools: object, *, where: str = "tools") -> list[Fields] | None:
     """The tools of a row, from a list of JSON schemas or its JSON text; None if there are none (null, or an
     empty list).
 

@@ -7,21 +7,20 @@ predicts it is.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollouts.errors import DataError
-from rollouts.types import FloatArray, FloatRows, IntArray, RolloutBatch
+from rollouts.types import FloatArray, IntArray, RolloutBatch
 
 
 def make_score_batch(sequences: Sequence[IntArray]) -> RolloutBatch:
     """One row per sequence [T_i], of T_i + 1 tokens, masked in at the last alone; backend.forward then gives
     scores, for read_scores.
 
-    For a gradient give it `advantages` by spread_scores, with dataclasses.replace. Raises DataError if a
-    sequence is empty.
+    For a gradient: with g [B] = dL/dscore,
+    `dataclasses.replace(batch, advantages=broadcast_advantages(-g, batch.loss_masks))` and
+    LossSpec("linear", unit="constant", constant=1.0) give that of L. Raises DataError if a sequence is empty.
     """
     for row, sequence in enumerate(sequences):
         if len(sequence) == 0:
@@ -43,17 +42,3 @@ def read_scores(values: Sequence[FloatArray], batch: RolloutBatch) -> FloatArray
         )
     kept = [row[mask] for row, mask in zip(values, batch.loss_masks, strict=True)]
     return np.concatenate([np.zeros(0), *kept], dtype=np.float32)
-
-
-def spread_scores(scores: NDArray[Any], batch: RolloutBatch) -> FloatRows:
-    """[T_i] of each row: scores [B] of any kind at the row's trained tokens, 0.0 elsewhere; the way back from
-    read_scores.
-
-    With g [B] = dL/dscore, `dataclasses.replace(batch, advantages=spread_scores(-g, batch))` and
-    LossSpec("linear", unit="constant", constant=1.0) give the gradient of L. Raises ValueError unless there
-    is one for each row.
-    """
-    return tuple(
-        np.where(mask, np.float32(score), np.float32(0))
-        for score, mask in zip(scores, batch.loss_masks, strict=True)
-    )

@@ -12,11 +12,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from rollouts.errors import ConfigError, EngineSetupError
+from rollouts.protocols import Say
 
 FILES = Path(__file__).with_name("environment_files")
 TORCH = "torch==2.13.0"
@@ -25,9 +25,7 @@ STAMP = ".rollouts-complete"  # holds the hash of what was installed; written la
 SHOWN_LINES = 15  # of a failed command's output
 
 
-def install_cpu_environment(
-    kind: Literal["vllm", "sglang"], into: Path, *, say: Callable[[str], None] = print
-) -> Path:
+def install_cpu_environment(kind: Literal["vllm", "sglang"], into: Path, *, say: Say = print) -> Path:
     """The Python of an environment in directory `into` that serves with vLLM or SGLang on a CPU. One that is
     complete is left alone.
 

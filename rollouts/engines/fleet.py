@@ -11,14 +11,11 @@ Weight sync drives the admission side: close_admission, then commit or fail, the
 an engine serve.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,13 +39,12 @@ from rollouts.errors import (
     EngineSetupError,
     FleetDown,
     InfrastructureError,
-    RequestRefused,
 )
 from rollouts.metrics.spans import Answered, note_answer
-from rollouts.models.limits import check_adapter
+from rollouts.models.limits import check_new
 from rollouts.processes.nurseries import open_plain_nursery
-from rollouts.protocols import InferenceEngine, PauseMode
-from rollouts.types import Completion, GenerateRequest
+from rollouts.protocols import InferenceEngine, PauseMode, Say
+from rollouts.types import Completion, GenerateRequest, live
 
 WARN_EVERY_S = 30.0
 SERVED = ("healthy", "suspect")
@@ -65,8 +61,8 @@ async def open_fleet(
     max_concurrency: int = 1024,
     down_limit_s: float = 600.0,
     seed: int = 0,
-    warn: Callable[[str], None],
-) -> AsyncIterator[Fleet]:
+    warn: Say,
+) -> "AsyncIterator[Fleet]":
     """The members as one engine. All begin stale: the first weight update puts them into service.
 
     `max_concurrency`: requests in flight on one engine, until an overload lowers its limit. `down_limit_s`:
@@ -88,14 +84,14 @@ async def open_fleet(
             fleet._close()
 
 
-@dataclass(eq=False)
+@live
 class Fleet:
     """An InferenceEngine made of many. Made by open_fleet."""
 
     _max_concurrency: int
     _down_limit_s: float
     _random: random.Random
-    _warn: Callable[[str], None]
+    _warn: Say
     _nursery: trio.Nursery
 
     def __post_init__(self) -> None:
@@ -123,9 +119,7 @@ class Fleet:
         are dead for good; EngineClosed.
         """
         self._check_open()
-        check_adapter(request, self._adapters.paths)
-        if request.request_id in self._calls:
-            raise RequestRefused(f"request {request.request_id!r} is in flight already; ids must be unique")
+        check_new(request, self._calls, self._adapters.paths)
         call = self._calls[request.request_id] = Call(request)
         try:
             with call.life:

@@ -11,14 +11,12 @@ Only a commit leads from stale to healthy: nothing is served that no weight upda
 `look_after` acts next: a check of a suspect, a restart, an announcement of a stale engine, the end of a rest.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, NamedTuple, get_args
 
 import trio
@@ -32,7 +30,7 @@ from rollouts.errors import (
     RequestRefused,
 )
 from rollouts.protocols import InferenceEngine
-from rollouts.types import Completion, EngineFeatures, GenerateRequest
+from rollouts.types import Completion, EngineFeatures, GenerateRequest, live
 
 EngineCondition = Literal["healthy", "suspect", "dead", "restarting", "stale"]
 CONDITIONS = get_args(EngineCondition)
@@ -59,12 +57,12 @@ class Member(NamedTuple):
     wait_exited: Callable[[], Awaitable[str]] | None = None
 
 
-@dataclass(eq=False)
+@live
 class Call:
     """A caller of generate()."""
 
     request: GenerateRequest
-    seat: FleetMember | None = None  # its engine, or the last that it had
+    seat: "FleetMember | None" = None  # its engine, or the last that it had
     seated: trio.Event = field(init=False)  # of that engine, as `stay`
     sent_at: float = 0.0  # when it took that seat
     avoid: str | None = None  # the engine that failed it last
@@ -80,7 +78,7 @@ class Call:
         self.life.cancel()
 
 
-@dataclass(eq=False)
+@live
 class FleetMember:
     """The state of one engine. Its methods are the events; each tells the fleet what changed."""
 
@@ -89,7 +87,7 @@ class FleetMember:
     limit: float  # requests at once; max_concurrency at first
     random_: random.Random
     counts: Counter[str]  # the fleet's, of failures by class
-    tell: Callable[[FleetMember, EngineCondition], None]  # gets the condition before
+    tell: "Callable[[FleetMember, EngineCondition], None]"  # gets the condition before
     announce: Callable[[InferenceEngine], None]  # gets an engine that needs an update
     condition: EngineCondition = "stale"
     version: int = -1  # last committed; −1: never

@@ -10,7 +10,7 @@ There is no queue and no limit here: what limits requests is admission above.
 import re
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -19,6 +19,7 @@ import httpx
 import trio
 
 from rollouts.errors import EngineClosed, EngineSetupError, EngineSilent, EngineUnreachable, ReplyError
+from rollouts.types import Texts, live
 
 IDLE_S = 4.0  # uvicorn, below vLLM and SGLang, closes after 5 s
 MAX_IDLE = 1024
@@ -37,12 +38,12 @@ Transport = Callable[[], httpx.AsyncBaseTransport]
 """How requests travel, in place of the network."""
 
 
-@dataclass(eq=False)
+@live
 class HttpClient:
     """Requests to one server. Made by open_http_client."""
 
     url: str  # stands before every path, and in messages
-    headers: Mapping[str, str]  # go into every request
+    headers: Texts  # go into every request
     make: Callable[[], httpx.AsyncClient]
     _idle: deque[tuple[float, httpx.AsyncClient]] = field(
         default_factory=deque

@@ -10,13 +10,12 @@ NaN, which no Sample accepts; versions are −1.
 """
 
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 
-from rollouts.engines.server import Dialect, ServerEngine, ServerOptions, open_server_engine
+from rollouts.engines.server import Dialect, ServerEngine, open_server_engine
 from rollouts.engines.wire import (
     UNKNOWN_VERSION,
     ServedModel,
@@ -26,7 +25,7 @@ from rollouts.engines.wire import (
     setup_errors,
 )
 from rollouts.errors import ReplyError, RequestRefused
-from rollouts.types import Completion, EngineFeatures, GenerateRequest
+from rollouts.types import Completion, EngineFeatures, Fields, GenerateRequest, live
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +51,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
 
 
-@dataclass(eq=False)
+@live
 class OpenAIServer(Dialect):
     """The Dialect of an endpoint that nobody controls."""
 
@@ -92,10 +91,10 @@ class OpenAIServer(Dialect):
             finish_reason=choice.finish_reason,
         )
 
-    def _make_body(self, request: GenerateRequest) -> dict[str, Any]:
+    def _make_body(self, request: GenerateRequest) -> Fields:
         sampling, prompt = request.sampling, request.prompt_ids.tolist()
         top_k, stops, stop_texts = sampling.top_k, sampling.stop_token_ids, sampling.stop_texts
-        body: dict[str, Any] = {
+        body: Fields = {
             "model": self.model,
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -125,20 +124,19 @@ def open_openai_engine(
     url: str,
     *,
     model: str,
-    vocab_size: int,
     context_length: int,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
-    **options: Unpack[ServerOptions],
+    **options: Any,
 ) -> AbstractAsyncContextManager[ServerEngine]:
     """The engine behind `url`, without its /v1, until the block ends.
 
     An endpoint says nothing while it generates, so `silence_s` (600 unless given) bounds a whole answer.
     `vocab_size`, `context_length`: of the model, since no endpoint tells them. `tokenizer`: for endpoints
-    that speak text. Raises EngineSetupError for a url or a key that cannot be used and for a key or a model
-    that the endpoint does not know; EngineUnreachable, EngineSilent.
+    that speak text. Options are those of open_server_engine. Raises EngineSetupError for a url or a key that
+    cannot be used and for a key or a model that the endpoint does not know; EngineUnreachable, EngineSilent.
     """
 
-    async def shake_hands(server: Server) -> OpenAIServer:
+    async def shake_hands(server: Server, vocab_size: int, _: object) -> OpenAIServer:
         with setup_errors("check url and api_key"):
             served = [one.id for one in await server.read("/v1/models", list[ServedModel], "data")]
         refuse_settings(server.name, {f"does not serve {model!r}; it has {served[:10]}": model not in served})
@@ -156,5 +154,5 @@ def open_openai_engine(
         )
         return OpenAIServer(server, features, model, tokenizer)
 
-    options = ServerOptions(silence_s=600.0) | options
-    return open_server_engine(url, shake_hands, "openai", "/v1/models", **options)
+    options = {"silence_s": 600.0} | options
+    return open_server_engine(shake_hands, "openai", "/v1/models", url, **options)

@@ -17,9 +17,9 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -36,6 +36,8 @@ from rollouts.engines.wire import START_S
 from rollouts.errors import ConfigError, EngineSetupError, InfrastructureError
 from rollouts.processes.nurseries import run_all
 from rollouts.processes.process import Process, open_process
+from rollouts.protocols import Say
+from rollouts.types import Texts, live
 
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 HEALTH_PATHS = {"vllm": "/health", "sglang": "/ready"}  # SGLang's /health generates a token, for a second
@@ -96,13 +98,13 @@ def find_free_port() -> int:
         return probe.getsockname()[1]
 
 
-@dataclass(eq=False)
+@live
 class EngineProcess:
     """One server: its address, and what happens to its process. Made by open_engine_processes."""
 
     name: str
     command: EngineCommand
-    env: Mapping[str, str]
+    env: Texts
     log_path: Path
     key_file: Path
     port: int = field(default_factory=find_free_port)
@@ -245,7 +247,7 @@ def make_arguments(command: EngineCommand, *, port: int, key_file: Path) -> tupl
     return (str(command.python), "-m", MODULES[command.kind], *words, *command.args)
 
 
-def list_flags(command: EngineCommand, table: Mapping[str, str]) -> dict[str, str | None]:
+def list_flags(command: EngineCommand, table: Texts) -> dict[str, str | None]:
     """The flags of the table for this kind of server where it runs: names and values, None for a switch."""
     text = table[command.kind]
     if not runs_on_gpu(command.args):
@@ -290,9 +292,7 @@ def runs_on_gpu(args: Sequence[str]) -> bool:
     return Path("/dev/nvidiactl").exists() if device is None else not device.startswith("cpu")
 
 
-def make_environment(
-    command: EngineCommand, inherited: Mapping[str, str], *, threads: int | None
-) -> dict[str, str]:
+def make_environment(command: EngineCommand, inherited: Texts, *, threads: int | None) -> Texts:
     """The server's environment: what is inherited, without the trainer's own, with what it needs. `threads`:
     its share of the cores on a CPU.
     """
@@ -354,7 +354,7 @@ async def open_server_fleet(
     vocab_size: int,
     log_dir: Path,
     seed: int,
-    warn: Callable[[str], None],
+    warn: Say,
     lora: tuple[int, Sequence[str]] | None,
 ) -> AsyncIterator[Fleet]:
     """The fleet, every engine of it stale: only a verified weight update puts one into service.

@@ -17,10 +17,10 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict
+from typing import Any, NoReturn
 
 import numpy as np
 import trio
@@ -48,9 +48,9 @@ from rollouts.errors import (
     RequestRefused,
 )
 from rollouts.models.directories import is_adapter
-from rollouts.models.limits import check_adapter, check_request
+from rollouts.models.limits import check_new, check_request
 from rollouts.protocols import PauseMode
-from rollouts.types import Completion, EngineFeatures, GenerateRequest, SamplingParams
+from rollouts.types import Completion, EngineFeatures, Fields, GenerateRequest, SamplingParams, live
 
 # for a server to answer what it was told to abort; after it the connection is closed, which aborts too
 ABORT_GRACE_S = 5.0
@@ -65,7 +65,7 @@ NEVER_NAMED = "default"  # the version's name in a server that was started and n
 Calls = Mapping[str, tuple[str, Any]]  # path and body by what the call does
 
 
-@dataclass(eq=False)
+@live
 class Dialect:
     """What one kind of server is asked, and how; the defaults are an endpoint's that nobody controls.
     Everything raises EngineError.
@@ -136,7 +136,7 @@ class Dialect:
         """
 
 
-@dataclass(eq=False)
+@live
 class _InFlight:
     request: GenerateRequest
     server_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -175,13 +175,11 @@ class ServerEngine:
         self._check_open()
         features, where = self.features, f"{self.features.name}, request {request.request_id!r}"
         check_request(request, vocab_size=features.vocab_size, max_context=features.context_length)
-        check_adapter(request, self._adapters.paths)
+        check_new(request, self._in_flight, self._adapters.paths)
         if request.prompt_targets is not None or request.prompt_draws:
             raise RequestRefused(
                 f"{where} has prompt_targets or prompt_draws; only an embedded engine has them"
             )
-        if request.request_id in self._in_flight:
-            raise RequestRefused(f"{where} is in flight already; ids must be unique")
         entry = self._in_flight[request.request_id] = _InFlight(request)
         try:
             with entry.scope:
@@ -317,7 +315,7 @@ class ServerEngine:
         self._check_open()
         return None if self.dialect.adapter else await self.dialect.checksum()
 
-    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
+    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Fields:
         """Loads a directory of safetensors, which the server must see under the same path, as `version`.
         Pause first, in any mode; requests frozen by pause("keep") go on with the new weights.
 
@@ -444,33 +442,32 @@ async def _wait_done(entries: Sequence[_InFlight]) -> None:
 # --- opening ------------------------------------------------------------------------------------------------
 
 
-class ServerOptions(TypedDict, total=False):
-    """What every kind of server is opened with."""
-
-    name: str  # what errors and metrics call it; "kind-host:port" unless given
-    api_key: str | None  # what the server was started with
-    silence_s: float  # 60 unless given: without an answer and without progress, an answer is given up
-    transport: Transport | None  # how requests travel; None: over the network
-
-
 @asynccontextmanager
 async def open_server_engine(
-    url: str,
-    shake_hands: Callable[[Server], Awaitable[Dialect]],
+    shake_hands: Callable[[Server, int, int | None], Awaitable[Dialect]],
     kind: str,
     health_path: str,
+    url: str,
     *,
+    vocab_size: int,
+    context_length: int | None = None,
     name: str = "",
     api_key: str | None = None,
     silence_s: float = 60.0,
     transport: Transport | None = None,
 ) -> AsyncIterator[ServerEngine]:
-    """The engine of the server behind `url`, as `shake_hands` describes it, until the block ends. Raises what
-    it raises, and EngineSetupError for a url or a key that cannot be used.
+    """The engine of the server behind `url`, as `shake_hands` describes it, until the block ends.
+
+    vocab_size: the trainer's; ids outside it are refused both ways. context_length: at least this many tokens
+    must fit; None: what the server has. name: what errors and metrics call it; "kind-host:port" unless given.
+    api_key: what the server was started with. silence_s: without an answer and without progress, an answer is
+    given up. transport: how requests travel; None: over the network. Raises what `shake_hands` raises, and
+    EngineSetupError for a url or a key that cannot be used.
     """
     async with open_http_client(url, api_key=api_key, transport=transport) as client:
         name = name or f"{kind}-{client.headers['host']}"
-        engine = ServerEngine(await shake_hands(Server(client, name, silence_s, health_path)))
+        server = Server(client, name, silence_s, health_path)
+        engine = ServerEngine(await shake_hands(server, vocab_size, context_length))
         try:
             yield engine
         finally:

@@ -9,24 +9,16 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Literal
 
 import trio
 from msgspec import Struct
 
-from rollouts.engines.server import (
-    LOADING,
-    NEVER_NAMED,
-    Calls,
-    Dialect,
-    ServerEngine,
-    ServerOptions,
-    open_server_engine,
-)
+from rollouts.engines.server import LOADING, NEVER_NAMED, Calls, Dialect, open_server_engine
 from rollouts.engines.wire import (
     ADAPTER_PREFIX,
     Server,
@@ -42,12 +34,11 @@ from rollouts.engines.wire import (
 from rollouts.errors import (
     EngineError,
     EngineOverloaded,
-    EngineSetupError,
     InfrastructureError,
     ReplyError,
     RequestRefused,
 )
-from rollouts.types import Completion, EngineFeatures, GenerateRequest, SamplingParams
+from rollouts.types import Completion, EngineFeatures, Fields, GenerateRequest, SamplingParams, live
 
 OLDEST_VERSION = (0, 5, 20)  # the first whose answers say which version produced which token
 RESERVED = 2  # tokens of its context that the server leaves empty: it lowers max_new_tokens without a word
@@ -137,7 +128,7 @@ class Update(Struct):
     message: str = ""
 
 
-@dataclass(eq=False)
+@live
 class SGLangServer(Dialect):
     """The Dialect of one SGLang server, and its own calls for transfers of weights in memory."""
 
@@ -295,7 +286,7 @@ class SGLangServer(Dialect):
             return False
         return True
 
-    async def receive_broadcast(self, info: Mapping[str, Any], *, version: int, last: bool) -> None:
+    async def receive_broadcast(self, info: Fields, *, version: int, last: bool) -> None:
         """Returns when the server has taken one flattened bucket out of the group and loaded it; `info` lists
         its tensors (names, dtypes, shapes) and names the group. The last one names the version.
         """
@@ -306,18 +297,18 @@ class SGLangServer(Dialect):
         if last:
             self._set_salt()
 
-    async def update(self, path: str, body: Mapping[str, Any], *, repeats: bool = False) -> None:
+    async def update(self, path: str, body: Fields, *, repeats: bool = False) -> None:
         """A call that answers whether it was carried out. Raises EngineError if it was not."""
         answer = await self.server.control(path, body, Update, repeats=repeats)
         if not answer.success:
             raise EngineError(f"{self.server.name}: POST {path} failed: {answer.message}")
 
 
-def make_params(sampling: SamplingParams) -> dict[str, Any]:
+def make_params(sampling: SamplingParams) -> Fields:
     """How a request is sampled, in the server's words. Everything that it could fill in from its own defaults
     is said.
     """
-    params: dict[str, Any] = {
+    params: Fields = {
         "min_p": 0.0,
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
@@ -345,51 +336,53 @@ def make_params(sampling: SamplingParams) -> dict[str, Any]:
 # --- opening ------------------------------------------------------------------------------------------------
 
 
-def open_sglang_engine(
-    url: str, *, vocab_size: int, context_length: int | None = None, **options: Unpack[ServerOptions]
-) -> AbstractAsyncContextManager[ServerEngine]:
-    """The SGLang server at `url`, which is ours alone from now on: if somebody left it paused, it goes on.
+async def shake_hands(server: Server, vocab_size: int, context_length: int | None) -> SGLangServer:
+    """The server is ours alone from now on: if somebody left it paused, it goes on.
 
-    vocab_size: the trainer's. context_length: what a request may need; the server's own if None. Raises
-    EngineSetupError, naming what to set, for a server whose answers would falsify training or that refuses
-    the key; InfrastructureError if it does not answer.
+    Raises EngineSetupError, naming what to set, for a server whose answers would falsify training or that
+    refuses the key; InfrastructureError if it does not answer.
     """
+    with setup_errors("is it SGLang 0.5.20 or later, and api_key its --api-key, without --admin-api-key?"):
+        model = await server.read("/model_info", ModelInfo)
+        await server.control("/continue_generation", {"torch_empty_cache": False})
+        models = await server.read("/v1/models", list[Model], "data")
+    info = await read_server_info(server)
+    served = None  # its vocabulary, where that can be read from this machine
+    with suppress(OSError, ValueError, AttributeError):
+        config = json.loads(Path(model.model_path, "config.json").read_bytes())
+        served = config.get("text_config", config).get("vocab_size")
+    longest = max([one.max_model_len or 0 for one in models], default=0)
+    needed = context_length or longest
+    refuse_settings(
+        server.name,
+        {
+            f"serves {model.model_path} as an embedding model; start it without --is-embedding": (
+                not model.is_generation
+            ),
+            f"serves {model.model_path} with {served} token ids, the trainer's model has {vocab_size};"
+            " serve the same model": served not in (None, vocab_size),
+            f"has a context of {longest} tokens, needed are {needed}; start it with"
+            f" --context-length {needed}": needed > longest,
+        },
+    )
+    features = _describe_features(server.name, info, vocab_size, needed)
+    least = info.max_req_input_len
+    ends_at = longest - RESERVED if least is None else least + LEAST_ANSWER
+    shapes = await find_tensor_shapes(model.model_path)
+    dialect = SGLangServer(server, features, info, ends_at, shapes=shapes)
+    # No reply says whether log-probs leave the temperature out, as a variable of the server's environment
+    # has it. Cold, the likeliest token is nearly certain, unless some are equally likely, as in 16 bits.
+    (log_prob,) = (await dialect.ask_first(1, COLD)).log_probs
+    unscaled = (
+        f"gives log-probs of the unscaled distribution ({log_prob:.3g} at temperature {COLD:g}), not of"
+        " the one sampled from; start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
+    )
+    refuse_settings(server.name, {unscaled: log_prob < -1.5})
+    return dialect
 
-    async def shake_hands(server: Server) -> SGLangServer:
-        with setup_errors(
-            "is it SGLang 0.5.20 or later, and api_key its --api-key, without --admin-api-key?"
-        ):
-            model = await server.read("/model_info", ModelInfo)
-            await server.control("/continue_generation", {"torch_empty_cache": False})
-            models = await server.read("/v1/models", list[Model], "data")
-        info = await read_server_info(server)
-        served = None  # its vocabulary, where that can be read from this machine
-        with suppress(OSError, ValueError, AttributeError):
-            config = json.loads(Path(model.model_path, "config.json").read_bytes())
-            served = config.get("text_config", config).get("vocab_size")
-        longest = max([one.max_model_len or 0 for one in models], default=0)
-        needed = context_length or longest
-        refuse_settings(
-            server.name,
-            {
-                f"serves {model.model_path} as an embedding model; start it without --is-embedding": (
-                    not model.is_generation
-                ),
-                f"serves {model.model_path} with {served} token ids, the trainer's model has {vocab_size};"
-                " serve the same model": served not in (None, vocab_size),
-                f"has a context of {longest} tokens, needed are {needed}; start it with"
-                f" --context-length {needed}": needed > longest,
-            },
-        )
-        features = _describe_features(server.name, info, vocab_size, needed)
-        least = info.max_req_input_len
-        ends_at = longest - RESERVED if least is None else least + LEAST_ANSWER
-        shapes = await find_tensor_shapes(model.model_path)
-        dialect = SGLangServer(server, features, info, ends_at, shapes=shapes)
-        await _check_temperature(dialect)
-        return dialect
 
-    return open_server_engine(url, shake_hands, "sglang", "/ready", **options)
+open_sglang_engine = partial(open_server_engine, shake_hands, "sglang", "/ready")
+"""The SGLang server at a url as an engine: see open_server_engine, and what shake_hands raises."""
 
 
 def _describe_features(name: str, info: ServerInfo, vocab_size: int, context_length: int) -> EngineFeatures:
@@ -415,20 +408,6 @@ def _describe_features(name: str, info: ServerInfo, vocab_size: int, context_len
         frees_memory=frees_memory,
         gaps=list_true(gaps),
     )
-
-
-async def _check_temperature(dialect: SGLangServer) -> None:
-    """Raises EngineSetupError for log-probs that leave the request's temperature out: no reply says so, it is
-    an environment variable of the server. The likeliest token is nearly certain when it is cold, unless some
-    are equally likely, as they may be in 16 bits.
-    """
-    answer = await dialect.ask_first(1, COLD)
-    if answer.log_probs[0] < -1.5:
-        raise EngineSetupError(
-            f"{dialect.server.name} gives log-probs of the unscaled distribution ({answer.log_probs[0]:.3g}"
-            f" at temperature {COLD:g}), not of the one sampled from; start it without"
-            " SGLANG_RETURN_ORIGINAL_LOGPROB"
-        )
 
 
 async def read_server_info(server: Server) -> ServerInfo:

@@ -14,23 +14,14 @@ import hashlib
 import math
 import re
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
-from rollouts.engines.server import (
-    LOADING,
-    NEVER_NAMED,
-    Calls,
-    Dialect,
-    ServerEngine,
-    ServerOptions,
-    open_server_engine,
-)
+from rollouts.engines.server import LOADING, NEVER_NAMED, Calls, Dialect, open_server_engine
 from rollouts.engines.wire import (
     ServedModel,
     Server,
@@ -45,7 +36,7 @@ from rollouts.engines.wire import (
     setup_errors,
 )
 from rollouts.errors import EngineError, ReplyError, RequestRefused, WeightVersionError
-from rollouts.types import Completion, EngineFeatures, GenerateRequest
+from rollouts.types import Completion, EngineFeatures, Fields, GenerateRequest, live
 
 NO_ADAPTERS = (
     "no adapters: they take --enable-lora --lora-target-modules and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
@@ -96,19 +87,19 @@ class LoRAConfig(Struct):
 
 class Config(Struct):
     model_config: ModelConfig
-    device_config: dict[str, Any] = {}
-    parallel_config: dict[str, Any] = {}
-    scheduler_config: dict[str, Any] = {}
-    weight_transfer_config: dict[str, Any] | None = None
+    device_config: Fields = {}
+    parallel_config: Fields = {}
+    scheduler_config: Fields = {}
+    weight_transfer_config: Fields | None = None
     lora_config: LoRAConfig | None = None
 
 
 class ServerInfo(Struct):
     vllm_config: Config
-    vllm_env: dict[str, Any] = {}
+    vllm_env: Fields = {}
 
 
-@dataclass(eq=False)
+@live
 class VLLMServer(Dialect):
     """The Dialect of one vLLM server."""
 
@@ -275,66 +266,63 @@ class VLLMServer(Dialect):
 # --- opening ------------------------------------------------------------------------------------------------
 
 
-def open_vllm_engine(
-    url: str, *, vocab_size: int, context_length: int | None = None, **options: Unpack[ServerOptions]
-) -> AbstractAsyncContextManager[ServerEngine]:
-    """The engine behind `url`, checked and not paused, until the block ends; the server goes on.
-
-    `vocab_size`: the trainer's; ids outside it are refused both ways. `context_length`: at least this many
-    tokens must fit; None: what the server has. Raises EngineSetupError naming the flag for settings that
-    would falsify training; EngineUnreachable, EngineSilent.
+async def shake_hands(server: Server, vocab_size: int, context_length: int | None) -> VLLMServer:
+    """The server, checked and not paused. Raises EngineSetupError naming the flag for settings that would
+    falsify training; EngineUnreachable, EngineSilent.
     """
+    with setup_errors("is the API key the one of --api-key or VLLM_API_KEY?"):
+        models = await server.read("/v1/models", list[ServedModel], "data")
+    refuse_settings(server.name, {"serves no model": not models})
+    info = await read_info(server, context_length)
+    config = info.vllm_config
+    model, lora, transfer = config.model_config, config.lora_config, config.weight_transfer_config or {}
+    on_cpu = config.device_config.get("device") == "cpu"
+    # A prompt that is computed in parts is sampled from after each part, and all but the last draw are
+    # taken back. vLLM 0.32 takes them back by setting the generator's offset, which one on a CPU does not
+    # have: the first such request with a seed would end the server.
+    seeds = not on_cpu or not config.scheduler_config.get("enable_chunked_prefill", True)
+    frees_memory = model.enable_sleep_mode and not on_cpu
+    updates = info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") is True
+    adapter_rank = lora.max_lora_rank if lora and updates else 0
+    gaps = {
+        "memory is not given back: that takes a GPU and --enable-sleep-mode": not frees_memory,
+        "no seeds: on a CPU they end the server where prompts are computed in parts; start it with"
+        " --no-enable-chunked-prefill": not seeds,
+        "the checksum lacks parameters that a CPU keeps packed: prove an update by log-probs too": on_cpu,
+        NO_ADAPTERS: not adapter_rank,
+    }
+    features = EngineFeatures(
+        vocab_size=vocab_size,
+        context_length=context_length or model.max_model_len,
+        name=server.name,
+        seeds=seeds,
+        checksum=True,
+        partial_checksum=on_cpu,
+        max_adapter_rank=adapter_rank,
+        frees_memory=frees_memory,
+        gaps=list_true(gaps),
+    )
+    dialect = VLLMServer(server, features, models[0].id, transfer_backend=transfer.get("backend"))
+    if model.quantization is None:  # else its shapes are not the trainer's
+        dialect.shapes = await find_tensor_shapes(model.model)
+    await dialect.tell("thaw")  # whoever used it before may have left it paused
+    counted = await dialect.read_work()
+    refuse_settings(
+        server.name, {"does not count its work; start it without --disable-log-stats": not counted}
+    )
+    # the token is in the server's vocabulary, and the answer says what training needs
+    with setup_errors(
+        "start vLLM 0.32 or later with --enable-scale-out, and with the trainer's model: asked was token"
+        f" {vocab_size - 1}, the last of its vocabulary of {vocab_size}, of the same model"
+    ):
+        await dialect.ask_first(vocab_size - 1)
+    return dialect
 
-    async def shake_hands(server: Server) -> VLLMServer:
-        with setup_errors("is the API key the one of --api-key or VLLM_API_KEY?"):
-            models = await server.read("/v1/models", list[ServedModel], "data")
-        refuse_settings(server.name, {"serves no model": not models})
-        info = await read_info(server, context_length)
-        config = info.vllm_config
-        model, lora, transfer = config.model_config, config.lora_config, config.weight_transfer_config or {}
-        on_cpu = config.device_config.get("device") == "cpu"
-        # A prompt that is computed in parts is sampled from after each part, and all but the last draw are
-        # taken back. vLLM 0.32 takes them back by setting the generator's offset, which one on a CPU does not
-        # have: the first such request with a seed would end the server.
-        seeds = not on_cpu or not config.scheduler_config.get("enable_chunked_prefill", True)
-        frees_memory = model.enable_sleep_mode and not on_cpu
-        updates = info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") is True
-        adapter_rank = lora.max_lora_rank if lora and updates else 0
-        gaps = {
-            "memory is not given back: that takes a GPU and --enable-sleep-mode": not frees_memory,
-            "no seeds: on a CPU they end the server where prompts are computed in parts; start it with"
-            " --no-enable-chunked-prefill": not seeds,
-            "the checksum lacks parameters that a CPU keeps packed: prove an update by log-probs too": on_cpu,
-            NO_ADAPTERS: not adapter_rank,
-        }
-        features = EngineFeatures(
-            vocab_size=vocab_size,
-            context_length=context_length or model.max_model_len,
-            name=server.name,
-            seeds=seeds,
-            checksum=True,
-            partial_checksum=on_cpu,
-            max_adapter_rank=adapter_rank,
-            frees_memory=frees_memory,
-            gaps=list_true(gaps),
-        )
-        dialect = VLLMServer(server, features, models[0].id, transfer_backend=transfer.get("backend"))
-        if model.quantization is None:  # else its shapes are not the trainer's
-            dialect.shapes = await find_tensor_shapes(model.model)
-        await dialect.tell("thaw")  # whoever used it before may have left it paused
-        counted = await dialect.read_work()
-        refuse_settings(
-            server.name, {"does not count its work; start it without --disable-log-stats": not counted}
-        )
-        # the token is in the server's vocabulary, and the answer says what training needs
-        with setup_errors(
-            "start vLLM 0.32 or later with --enable-scale-out, and with the trainer's model: asked was token"
-            f" {vocab_size - 1}, the last of its vocabulary of {vocab_size}, of the same model"
-        ):
-            await dialect.ask_first(vocab_size - 1)
-        return dialect
 
-    return open_server_engine(url, shake_hands, "vllm", "/health", **options)
+open_vllm_engine = partial(open_server_engine, shake_hands, "vllm", "/health")
+"""The vLLM server at a url as an engine; it goes on when the block ends. See open_server_engine, and what
+shake_hands raises.
+"""
 
 
 async def read_info(server: Server, context_length: int | None) -> ServerInfo:

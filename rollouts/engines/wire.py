@@ -14,9 +14,9 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import msgspec
@@ -37,9 +37,8 @@ from rollouts.errors import (
 from rollouts.models.directories import list_tensors
 from rollouts.models.limits import check_unused
 from rollouts.processes.nurseries import run_all
-from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray, TokenScores
+from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray, T, TokenScores, live
 
-T = TypeVar("T")
 # at each place log-probs, None for −infinity, with their tokens and maybe more
 Places = Iterable[Iterable[tuple[Any, ...]] | None]
 SHOWN_BYTES = 600  # of an answer, in an error message
@@ -197,7 +196,7 @@ REPEAT_S = 1.0  # before a control call is sent for the third time
 HEALTH_S = 10.0  # for the answer to whether a server is well; less where silence_s is
 
 
-@dataclass(eq=False)
+@live
 class Server:
     """Calls to one server."""
 
@@ -397,7 +396,7 @@ def make_adapter_name(version: object) -> str:
     return f"{ADAPTER_PREFIX}{version}-{uuid.uuid4().hex}"
 
 
-@dataclass(eq=False)
+@live
 class NamedAdapters:
     """Directories of PEFT by name. They come and go one after the other."""
 

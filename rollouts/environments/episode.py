@@ -11,14 +11,14 @@ gave its state_dict, else it begins anew, which is counted.
 
 import functools
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import trio
 
-from rollouts.config.tables import RolloutConfig
+from rollouts.config.rollout import RolloutConfig
 from rollouts.crash_points import reach
 from rollouts.data.chat import ChatTokenizer
 from rollouts.data.rows import parse_prompt
@@ -43,11 +43,10 @@ from rollouts.environments.turns import (
     play_turns,
 )
 from rollouts.generation.continuing import ask_on, note_progress
-from rollouts.generation.samples import TRAJECTORY
 from rollouts.protocols import GenerateFn, InferenceEngine
-from rollouts.types import Completion, JSONValue, Sample, SamplingParams, Status
+from rollouts.types import TRAJECTORY, Completion, JSONObject, JSONValue, Sample, SamplingParams, Status, live
 
-OpenWorld = Callable[[Mapping[str, JSONValue]], AbstractAsyncContextManager[World | None]]
+OpenWorld = Callable[[JSONObject], AbstractAsyncContextManager[World | None]]
 """From a dataset row to its environment; to None where there are tools alone."""
 MakeFormat = Callable[[Sequence[Tool]], ChatFormat]
 """How a conversation with these tools is written."""
@@ -57,7 +56,7 @@ class Stopped(Exception):
     """The engine stops before a turn has ended."""
 
 
-@dataclass(eq=False)
+@live
 class Episode(Trajectory):
     """A trajectory under way, with what it is played on."""
 

@@ -4,12 +4,12 @@ reset() ──► messages ──► the model's Turn ──► step(turn) ─�
                            └─ has tool calls: the tools answer, and step() is not called for it
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import field
 from typing import Any, NamedTuple, Protocol
 
 from rollouts.protocols import RewardValue
-from rollouts.types import ChatMessage, JSONValue, record
+from rollouts.types import ChatMessage, JSONObject, JSONValue, record
 
 
 @record
@@ -29,7 +29,7 @@ class Observation:
     messages: str | Sequence[ChatMessage] = ()  # what the model reads next; text is one user turn
     reward: RewardValue | None = None  # of the turn before it; parts are added up; None: it has none
     done: bool = False  # the trajectory is over; without it there must be a message
-    metadata: Mapping[str, JSONValue] = field(default_factory=dict)  # for the record of this turn
+    metadata: JSONObject = field(default_factory=dict)  # for the record of this turn
 
 
 class Environment(Protocol):
@@ -69,11 +69,11 @@ class Tool(NamedTuple):
     """Something that the model may call."""
 
     name: str
-    schema: Mapping[str, JSONValue]  # {"type": "function", "function": {"name", "description", "parameters"}}
+    schema: JSONObject  # {"type": "function", "function": {"name", "description", "parameters"}}
     # The answer, text or another JSON value, to the arguments of a call; call_tools gives it its time. Raises
     # ToolError for what the model is to be told, as it is told of any other exception; EnvironmentFailed
     # where the world, and not the call, is at fault.
-    call: Callable[[Mapping[str, JSONValue]], Awaitable[JSONValue]]
+    call: Callable[[JSONObject], Awaitable[JSONValue]]
 
 
 class World(NamedTuple):

@@ -30,10 +30,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from tempfile import NamedTemporaryFile
 from typing import Annotated, Any, Literal
@@ -41,7 +41,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import trio
 
-from rollouts.config.tables import RolloutConfig
+from rollouts.config.rollout import RolloutConfig
 from rollouts.environments.episode import End, Episode, MakeFormat, make_agent_generate
 from rollouts.environments.protocol import Tool
 from rollouts.environments.trajectories import ChatFormat, Node, TurnRecord
@@ -51,6 +51,7 @@ from rollouts.errors import (
     DataError,
     EngineOverloaded,
     EnvironmentFailed,
+    ModelError,
     RequestRefused,
     UserFunctionError,
 )
@@ -61,7 +62,7 @@ from rollouts.processes.process import open_process
 from rollouts.protocols import GenerateFn
 from rollouts.rewards.check import check_reward, import_extra
 from rollouts.rewards.workers import make_environment
-from rollouts.types import ChatMessage, encode_json
+from rollouts.types import ChatMessage, Fields, Function, Texts, encode_json, live
 
 BODY_BYTES = 64 << 20  # of a request
 KEEP_ALIVE_S = 3.0  # between comments in a stream that waits; httpx gives up after 5 unless told otherwise
@@ -74,12 +75,10 @@ OUR_CALL = re.compile(r"c\d{8}")  # ids that ChatFormat gives
 ONLY = json.loads("""{
     "frequency_penalty": 0, "logit_bias": {}, "modalities": ["text"],
     "parallel_tool_calls": true, "presence_penalty": 0, "response_format": {"type": "text"},
-    "top_logprobs": 0, "top_p": 1, "metadata": null, "prompt_cache_key": null,
-    "prompt_cache_retention": null, "safety_identifier": null, "service_tier": null, "store": null,
-    "user": null
+    "top_logprobs": 0, "metadata": null, "prompt_cache_key": null, "prompt_cache_retention": null,
+    "safety_identifier": null, "service_tier": null, "user": null
 }""")
 MODELS = '{"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "run"}]}'
-Fields = dict[str, Any]
 StopText = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -100,6 +99,8 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     model: str  # any name: there is one model
     messages: list[Any]
+    temperature: float = 1.0
+    top_p: float = 1.0
     tools: list[Fields] = []
     tool_choice: Literal["auto", "none"] = "auto"  # none: what the model says is text
     n: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
@@ -108,22 +109,23 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
+    store: bool = True  # whether the messages may be kept, where they are
     stream: bool = False
     stream_options: Fields = {}
 
 
-def parse_request(body: bytes, temperature: float) -> ChatRequest:
-    """The request in a body, of a run that samples at this temperature. Raises ApiError naming the field that
-    is unknown, wrong or cannot be honoured.
+def parse_request(body: bytes, fixed: Fields) -> ChatRequest:
+    """The request in a body; `fixed`: fields that can have no other value. Raises ApiError naming the field
+    that is unknown, wrong or cannot be honoured.
     """
     try:
         fields = msgspec.json.decode(body, type=Fields).items()
         given = {name: value for name, value in fields if value is not None}
-        for name, only in {**ONLY, "temperature": temperature}.items():
+        for name, only in {**ONLY, **fixed}.items():
             if (value := given.pop(name, only)) != only is not None:
-                text = "cannot be honoured: answers train, and are sampled as the run says; leave it out"
+                text = "cannot be honoured: answers that train are sampled as the run says; leave it out"
                 raise ApiError(400, f"{name}={value!r} {text}", name)
-        request = msgspec.convert(given, ChatRequest)
+        request = msgspec.convert({**fixed, **given}, ChatRequest)
         request.messages = checked_messages(request.messages, "messages")
     except (ValueError, RecursionError) as error:
         raise ApiError(400, str(error)) from error
@@ -161,7 +163,7 @@ class Asked:
         self.error = ApiError(409, "the trajectory ended, or nobody waited for the answer")  # told without it
 
 
-@dataclass(eq=False)
+@live
 class OpenTrajectory:
     """A trajectory that a program plays through the endpoint."""
 
@@ -172,6 +174,8 @@ class OpenTrajectory:
     end: End = "done"  # what the newest request has come to
     limited: bool = False  # whether a limit refused it
     failure: Exception | None = None  # ends the program
+    # where answers serve, and do not train: is awaited with each, an Asked, before it is told
+    keep: Function | None = None
 
     def __post_init__(self) -> None:
         self.context = copy_context()  # of the generate function: what its engine and its record read
@@ -183,7 +187,8 @@ class OpenTrajectory:
         """The request in a body, begun; or the one that the SDK asks `again`. Raises ApiError."""
         asked = self.asked.get(body) if again else None
         if asked is None or (asked.done.is_set() and not asked.whole):
-            asked = Asked(parse_request(body, self.episode.sampling.temperature))
+            run = {"temperature": self.episode.sampling.temperature, "top_p": 1}
+            asked = Asked(parse_request(body, {} if self.keep else run))
             self.asked[body] = asked
             self.context.run(self.nursery.start_soon, self.work, asked)
         asked.scope.deadline = math.inf
@@ -194,18 +199,23 @@ class OpenTrajectory:
         try:
             with asked.scope:
                 await self.answer(asked)
+                if self.keep:
+                    await self.keep(asked)
         except ApiError as error:
             asked.error = error
         except (DataError, EngineOverloaded, LookupError, RequestRefused) as error:
             asked.error = ApiError(429 if isinstance(error, EngineOverloaded) else 400, str(error))
         except Exception as error:
-            self.failure = error
-            self.nursery.cancel_scope.cancel()
+            asked.error = ApiError(400 if isinstance(error, ModelError) else 500, repr(error))
+            if not self.keep:
+                self.failure = error
+                self.nursery.cancel_scope.cancel()
         finally:
             asked.done.set()
 
     async def answer(self, asked: Asked) -> None:
-        request, episode, usual = asked.request, self.episode, self.episode.sampling
+        request, episode = asked.request, self.episode
+        usual = replace(episode.sampling, temperature=request.temperature, top_p=request.top_p)
         form = self.make_format([Tool._make(("", schema, None)) for schema in request.tools])
         if request.tool_choice == "none":
             form = replace(form, read_turn=None)
@@ -213,7 +223,7 @@ class OpenTrajectory:
         prompt = self.join(form, request.messages, keys)
         stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
         first, self.begun = self.begun, self.begun + request.n
-        if self.begun > episode.config.max_turns:
+        if self.begun > episode.config.max_turns and not self.keep:
             self.end, self.limited = "turns", True
             raise ApiError(400, "the turns of rl.rollout.max_turns are used up")
         own = request.max_completion_tokens or request.max_tokens
@@ -252,7 +262,7 @@ class OpenTrajectory:
         choices = await run_all(*(partial(sample, index) for index in range(request.n)))
         used, sampled = len(prompt.tokens), sum(len(turn.answer.token_ids) for turn in asked.turns)
         asked.whole = {
-            "id": f"chatcmpl-{self.begun}",
+            "id": f"chatcmpl-{episode.sample.id}-{self.begun}",
             "object": "chat.completion.chunk" if request.stream else "chat.completion",
             "created": 0,
             "model": request.model,
@@ -295,7 +305,8 @@ class Proxy:
     url = ""
 
     def __init__(self) -> None:
-        self.trajectories: dict[str, OpenTrajectory | None] = {}  # by number; None: it has ended
+        # by number, "" where there is one alone; None: it has ended; an Event: it will be there
+        self.trajectories: dict[str, OpenTrajectory | trio.Event | None] = {}
 
     async def __call__(self, scope: Fields, receive: Any, send: Any) -> None:
         assert scope["type"] == "http"  # hypercorn goes on without lifespan events
@@ -312,19 +323,22 @@ class Proxy:
 
         try:
             number, _, path = scope["path"].removeprefix("/e/").partition("/")
-            trajectory = self.trajectories.get(number)
-            if trajectory is None:
-                status = 409 if number in self.trajectories else 404
-                raise ApiError(status, f"trajectory {number} is not open")
-            key = f"Bearer {trajectory.key}".encode()
-            if not secrets.compare_digest(headers.get(b"authorization", b""), key):
-                raise ApiError(401, "the API key is not this trajectory's")
             while (event := await receive())["type"] == "http.request":
                 body += event["body"]
                 if len(body) > BODY_BYTES:
                     raise ApiError(413, f"the request has more than {BODY_BYTES} bytes")
                 if not event["more_body"]:
                     break
+            while isinstance(trajectory := self.trajectories.get(number), trio.Event):
+                await trajectory.wait()
+            if trajectory is None:
+                status = 409 if number in self.trajectories else 404
+                raise ApiError(status, f"trajectory {number} is not open")
+            key = f"Bearer {trajectory.key}".encode()
+            if not trajectory.key and b"origin" in headers:  # prompts train
+                raise ApiError(403, "a web page may not ask without a key: set ROLLOUTS_API_KEY")
+            if trajectory.key and not secrets.compare_digest(headers.get(b"authorization", b""), key):
+                raise ApiError(401, "the API key is not this trajectory's")
             route = f"{scope['method']} {path}"
             if route == "POST v1/chat/completions":
                 retry = headers.get(b"x-stainless-retry-count", b"")
@@ -333,7 +347,7 @@ class Proxy:
             elif route == "POST reward":
                 trajectory.reward(body)
                 await put("{}")
-            elif route == "GET v1/models":
+            elif route in ("GET v1/models", "GET health"):
                 await put(MODELS)
             else:
                 raise ApiError(404, f"there is no {route}")
@@ -382,16 +396,25 @@ async def reply(trajectory: OpenTrajectory, asked: Asked, grace_s: float, receiv
 
 
 @asynccontextmanager
-async def open_proxy() -> AsyncIterator[Proxy]:
-    """An endpoint on a free port of the loopback."""
+async def open_http(app: Any, bind: str, until: Any = None) -> AsyncIterator[str]:
+    """The URL at which an application answers, until the block ends; or until the async function `until`
+    returns and what is in flight then has ended, or 3 s later, which the end of the block waits for.
+    """
     from hypercorn.config import Config
     from hypercorn.trio import serve
 
-    proxy: Any = Proxy()
     # that long hypercorn also holds a connection that its client has closed; clients keep theirs for seconds
-    config = Config.from_mapping(bind="127.0.0.1:0", errorlog=None, keep_alive_timeout=60)
-    async with open_plain_nursery() as nursery:
-        (proxy.url,) = await nursery.start(partial(serve, proxy, config, mode="asgi"))
+    config = Config.from_mapping(bind=bind, errorlog=None, keep_alive_timeout=60, backlog=4096)
+    async with trio.open_nursery() if until else open_plain_nursery() as nursery:
+        (url,) = await nursery.start(partial(serve, app, config, mode="asgi", shutdown_trigger=until))
+        yield url
+
+
+@asynccontextmanager
+async def open_proxy() -> AsyncIterator[Proxy]:
+    """An endpoint on a free port of the loopback."""
+    proxy = Proxy()
+    async with open_http(proxy, "127.0.0.1:0") as proxy.url:
         yield proxy
 
 
@@ -422,7 +445,7 @@ def check_agent(agent: str) -> None:
         raise ConfigError(f"rl.rollout.agent={agent!r}: {problem}")
 
 
-async def run_program(words: Sequence[str], environment: Mapping[str, str]) -> str:
+async def run_program(words: Sequence[str], environment: Texts) -> str:
     """Waits for a program's end; what was wrong with it, or nothing."""
     opening = open_process(words, env=environment, output_bytes=sys.maxsize)
     async with opening as process, open_plain_nursery() as reading:

@@ -8,9 +8,8 @@ Whatever a call does wrong becomes text for the model, beginning with "Error:".
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import trio
 
@@ -25,10 +24,10 @@ from rollouts.rewards.call import call_user
 from rollouts.rewards.check import is_async
 from rollouts.rewards.worker import TEXT_CHARS
 from rollouts.rewards.workers import PRINTED, Workers, name_function
-from rollouts.types import ChatMessage, JSONValue
+from rollouts.types import ChatMessage, Function, JSONValue
 
 
-def make_tool(function: Callable[..., Any]) -> Tool:
+def make_tool(function: Function) -> Tool:
     """A typed function as a Tool that calls it in this loop. Raises PlugInError as inspect_tool does."""
     schema, read_arguments = inspect_tool(function)
 
@@ -39,7 +38,7 @@ def make_tool(function: Callable[..., Any]) -> Tool:
     return Tool(schema["function"]["name"], schema, call)
 
 
-def bind_tool(schema: JSONValue, ask: Callable[..., Any], request: JSONValue) -> Tool:
+def bind_tool(schema: JSONValue, ask: Function, request: JSONValue) -> Tool:
     """A Tool whose calls are requests to a worker that runs rollouts.environments.worker."""
     name = schema["function"]["name"]
 

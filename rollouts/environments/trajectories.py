@@ -11,7 +11,7 @@ sampled changes nothing that is held.
 import json
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -33,11 +33,20 @@ from rollouts.data.chat import (
 from rollouts.environments.protocol import Turn
 from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.messages import checked_message
-from rollouts.types import ChatMessage, Completion, FloatArray, IntArray, JSONValue, Sample
+from rollouts.types import (
+    ChatMessage,
+    Completion,
+    Fields,
+    FloatArray,
+    IntArray,
+    JSONObject,
+    Numbers,
+    Sample,
+)
 
-ReadTurn = Callable[[str], Mapping[str, Any]]
+ReadTurn = Callable[[str], Fields]
 """From the text of a turn, special tokens and all, to a message. Raises ValueError for what does not read."""
-ResponseTemplate = ReadTurn | Mapping[str, Any]
+ResponseTemplate = ReadTurn | Fields
 """How a turn is read back: by a function, or by a response template in transformers' format."""
 History = Literal["template", "extend"]
 """What a conversation holds where the chat template would rewrite it: see ChatFormat.extend."""
@@ -337,9 +346,9 @@ class TurnRecord(NamedTuple):
     answer: Node
     text: str = ""  # special tokens left out
     reward: float | None = None  # None: nothing rewarded it
-    rewards: Mapping[str, float] = {}  # its named parts
-    calls: Sequence[Mapping[str, JSONValue]] = ()  # name, outcome and time/call of each, in seconds
-    metadata: Mapping[str, JSONValue] = {}
+    rewards: Numbers = {}  # its named parts
+    calls: Sequence[JSONObject] = ()  # name, outcome and time/call of each, in seconds
+    metadata: JSONObject = {}
 
 
 def collect_segments(turns: Sequence[TurnRecord], sample: Sample) -> tuple[Sample, ...]:
@@ -380,7 +389,7 @@ def _join_nodes(sample: Sample, nodes: Sequence[Node], trains: Sequence[bool], *
 
 def pack_trajectory(
     node: Node, turns: Sequence[TurnRecord], rest: Completion | None, sample: Sample
-) -> tuple[Sample, dict[str, JSONValue]]:
+) -> tuple[Sample, JSONObject]:
     """The sample with every token up to `node`, all segments one after the other, and of the turn that was
     cut; and where they belong, as JSON for unpack_trajectory.
     """
@@ -400,7 +409,7 @@ def pack_trajectory(
 
 
 def unpack_trajectory(
-    form: ChatFormat, sample: Sample, layout: Mapping[str, JSONValue]
+    form: ChatFormat, sample: Sample, layout: JSONObject
 ) -> tuple[Node, list[TurnRecord], Completion | None]:
     """The inverse of pack_trajectory."""
     chain = []

@@ -6,11 +6,11 @@ Loads neither trio nor torch.
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from rollouts.config.tables import RolloutConfig
+from rollouts.config.rollout import RolloutConfig
 from rollouts.data.rows import parse_prompt
 from rollouts.environments.protocol import Observation, Turn
 from rollouts.environments.trajectories import ChatFormat, Node, ReadTurn, TurnRecord, collect_segments
@@ -18,30 +18,33 @@ from rollouts.environments.worker import check_result, inspect_tool
 from rollouts.errors import ToolError, TrajectoryLeftOut
 from rollouts.generation.generate import compute_request_seed
 from rollouts.generation.rollouts import CompleteFn
-from rollouts.generation.samples import TRAJECTORY
 from rollouts.messages import parse_tool_arguments
 from rollouts.rewards.check import add_up, check_reward, describe
 from rollouts.types import (
     EMPTY,
+    TRAJECTORY,
     ChatMessage,
+    Fields,
+    Function,
     GenerateRequest,
     JSONValue,
     RewardResult,
     Sample,
     SamplingParams,
     Status,
+    live,
 )
 
 SHOWN = ("segment", "reward", "rewards", "calls", "metadata")  # of a turn, in the record, where not 0
 
 End = Literal["done", "turns", "tool_calls", "tokens", "time"]
-ToolCalls = Sequence[Mapping[str, Any]]
+ToolCalls = Sequence[Fields]
 Record = dict[str, JSONValue]
 """Of a trajectory. restarts, resumed: how often; tool_calls; time/tools and time/all: seconds."""
 NEW_RECORD: Record = {"restarts": 0, "resumed": 0, "tool_calls": 0, "time/tools": 0.0, "time/all": 0.0}
 
 
-@dataclass(eq=False)
+@live
 class Trajectory:
     """A trajectory under way."""
 
@@ -204,7 +207,7 @@ def generate_conversation_turn(
     return form.read(conversation, *complete([request]))
 
 
-def execute_tools(calls: ToolCalls, tools: Sequence[Callable[..., Any]]) -> list[ToolResult]:
+def execute_tools(calls: ToolCalls, tools: Sequence[Function]) -> list[ToolResult]:
     """What the tools, plain typed functions, answer to calls, one after the other. Whatever a call does wrong
     becomes text for the model, beginning with "Error:". Raises PlugInError for a function that is no tool.
     """

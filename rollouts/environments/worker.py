@@ -8,7 +8,6 @@ names a method: open (with the row), one of its own, or tool.
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -20,13 +19,14 @@ from rollouts.errors import EnvironmentFailed, PlugInError, ToolError, UserFunct
 from rollouts.messages import check_json, checked_messages
 from rollouts.rewards.check import check_reward, describe, function_name, is_async, shorten
 from rollouts.rewards.worker import Job, load_named, main
+from rollouts.types import Fields, Function
 
 OUTPUT_CHARS = 32_768  # of a tool's result, at most
 ARGUMENT = re.compile(r"^ +(\w+)(?: \(.*?\))?: (.+(?:\n {6,}.+)*)", re.MULTILINE)  # in a docstring
-_world: dict[str, Any] = {}  # in a worker: the environment, as "", and its tools by name
+_world: Fields = {}  # in a worker: the environment, as "", and its tools by name
 
 
-def inspect_tool(function: Callable[..., Any]) -> tuple[dict[str, Any], Callable[..., Any]]:
+def inspect_tool(function: Function) -> tuple[Fields, Function]:
     """The schema of a typed function for a chat template, and what turns a call's arguments into values of
     the types that it names, or raises ToolError in words for the model.
 
@@ -117,7 +117,7 @@ def check_answer(value: Any, method: str, where: str) -> Any:
 # --- the process --------------------------------------------------------------------------------------------
 
 
-def serve(request: Mapping[str, Any], where: str) -> Job:
+def serve(request: Fields, where: str) -> Job:
     """A call of a tool, of the environment or else named by the request; the opening of an environment, whose
     answer is the schemas of its tools; or a call of one of its methods.
     """

@@ -24,7 +24,7 @@ from rollouts.errors import EnvironmentFailed, ToolError
 from rollouts.rewards.call import call_user, find_own
 from rollouts.rewards.check import function_name, import_extra, is_async
 from rollouts.rewards.workers import Workers
-from rollouts.types import JSONValue, RewardResult
+from rollouts.types import Function, JSONValue, RewardResult
 
 OPEN_S = 60.0  # for an MCP server to start
 CLOSE_S = 10.0  # for what was opened to close, also where the block was cancelled
@@ -33,7 +33,7 @@ MCP = "mcp:"  # begins an entry of rl.rollout.tools that names a server and no f
 
 @asynccontextmanager
 async def open_world(
-    row: JSONValue, *, opener: Callable[..., Any], request: JSONValue, workers: Workers, timeout_s: float
+    row: JSONValue, *, opener: Function, request: JSONValue, workers: Workers, timeout_s: float
 ) -> AsyncIterator[World]:
     """The environment that `opener` opens for a dataset row: in this loop if it is an async function, an
     asynccontextmanager or a class with an async step; else in one of the workers, which run

@@ -7,23 +7,26 @@ lower case. The answer with the most votes wins, of equal ones that which was gi
 of the first sample that gave it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import trio
 
 from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import NotEnoughSamples
 from rollouts.evaluation.intervals import compute_bootstrap_interval
 from rollouts.evaluation.pass_at_k import compute_mean_pass_at_k
-from rollouts.generation.group import GroupPlan, failure_class_of, make_trajectory
+from rollouts.generation.group import GroupPlan, Member, failure_class_of, make_trajectory, tell_waiting
 from rollouts.generation.samples import make_samples
-from rollouts.processes.nurseries import run_all
+from rollouts.processes.nurseries import open_plain_nursery, run_all
 from rollouts.protocols import GenerateFn, InferenceEngine, RewardFn
 from rollouts.rewards.consensus import compute_consensus
 from rollouts.rewards.math import find_final_number
-from rollouts.types import Sample, SamplingParams, Status, split_trajectories
+from rollouts.types import Fields, Sample, SamplingParams, Status, split_trajectories
 
 MAX_FAILED_FRACTION = 0.2  # of the samples
 
@@ -90,7 +93,7 @@ def hold_vote(samples: Sequence[Sample]) -> tuple[Sample, int]:
 
 
 async def evaluate(
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Fields],
     engine: InferenceEngine,
     *,
     generate: GenerateFn,
@@ -99,6 +102,7 @@ async def evaluate(
     samples_per_prompt: int = 1,
     seed: int = 0,
     reward_timeout_s: float = 30.0,
+    generate_timeout_s: float = math.inf,
 ) -> EvaluationResult:
     """Every prompt generated `samples_per_prompt` times and scored, all at once: the engine decides how many
     run together.
@@ -108,13 +112,27 @@ async def evaluate(
     MAX_FAILED_FRACTION of them failed: a mean over the rest would be of other prompts. Raises what is not one
     sample's failure but everybody's: FleetDown, EngineClosed, ModelError, ConfigError.
     """
-    plan = GroupPlan(engine, generate, reward, sampling, seed, reward_timeout_s)
+    plan = GroupPlan(
+        engine, generate, reward, sampling, seed, reward_timeout_s, generate_timeout_s=generate_timeout_s
+    )
+    changed, waiting = trio.lowlevel.ParkingLot(), dict[str, None]()
+
+    async def make(sample: Sample) -> Member:
+        waiting[sample.id] = None
+        made = await make_trajectory(plan, sample)
+        del waiting[sample.id]
+        changed.unpark_all()
+        return made
+
     works = [
-        partial(make_trajectory, plan, replace(sample, id=f"eval-{sample.id}"))
+        partial(make, replace(sample, id=f"eval-{sample.id}"))
         for index, row in enumerate(rows)
         for sample in make_samples(index, PromptRow(f"row-{index}", 0, row), samples_per_prompt)
     ]
-    trajectories = await run_all(*works)
+    async with open_plain_nursery() as nursery:
+        nursery.start_soon(tell_waiting, changed, lambda: [*waiting])
+        trajectories = await run_all(*works)
+        nursery.cancel_scope.cancel()
     samples = tuple(segment for one in trajectories for segment in one.segments)
     failed = [sample for sample in samples if sample.status is Status.FAILED]
     if len(failed) > MAX_FAILED_FRACTION * len(trajectories):

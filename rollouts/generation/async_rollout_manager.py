@@ -31,13 +31,13 @@ every log-prob, does not depend on how long a reward takes. Nothing is held.
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 import trio
 
-from rollouts.config.tables import RolloutConfig
+from rollouts.config.rollout import RolloutConfig
 from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import require
 from rollouts.generation.collector import ABORTED, FILTERED, Collector, Ledger
@@ -46,7 +46,14 @@ from rollouts.generation.samples import PromptSource as RowSource
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RankerFn, RewardFn
-from rollouts.types import JSONValue, Metric, RolloutBatch, Sample, SamplingParams
+from rollouts.types import (
+    JSONObject,
+    Metric,
+    Numbers,
+    RolloutBatch,
+    Sample,
+    SamplingParams,
+)
 
 
 class PromptSource(RowSource, Protocol):
@@ -91,7 +98,8 @@ class AsyncRolloutManager:
         spans: SpanRecorder | None = None,
     ) -> None:
         """`policy_version` answers the trainer's version, asked when a batch is, which must not advance until
-        it is delivered; `sampling.seed` is replaced by one of each sample's own, made of `seed` and its id. A
+        it is delivered; `group_reward` sees what `reward` has made of the samples, and its rewards take their
+        place; `sampling.seed` is replaced by one of each sample's own, made of `seed` and its id. A
         deterministic engine makes the manager deterministic. Without `needs_reward` samples may train
         unscored. `spans` is told when each sample was generated and scored. Raises ConfigError for what
         cannot train.
@@ -121,6 +129,7 @@ class AsyncRolloutManager:
             sampling=sampling,
             seed=seed,
             reward_timeout_s=config.reward_timeout_s,
+            generate_timeout_s=config.generate_timeout_s,
             needs_reward=needs_reward,
             policy_version=policy_version,
             spans=spans,
@@ -152,11 +161,11 @@ class AsyncRolloutManager:
             "reward_fn= inside generating(), where samples are scored before their batch is asked for; give"
             " it to the manager",
         )
-        plan = self._plan._replace(reward=reward_fn or self._plan.reward)
         require(
-            plan.reward is None or plan.group_reward is None,
-            "both reward and group_reward are given; score samples one by one or by group: pass one of them",
+            reward_fn is None or self._plan.group_reward is None,
+            "reward_fn= beside a group_reward, whose rewards take its place; pass one of them",
         )
+        plan = self._plan._replace(reward=reward_fn or self._plan.reward)
         self._is_awaited = True
         try:
             if self._goes_on:
@@ -192,6 +201,11 @@ class AsyncRolloutManager:
         if self._collector is not None:
             self._collector.note_engine_version(version)
 
+    def note_prompts(self) -> None:
+        """The source of prompts has more, after it had too few."""
+        if self._collector is not None:
+            self._collector.wake()
+
     def batch_metrics(self) -> dict[str, Metric]:
         """Metrics of the last batch that was delivered, empty before the first: see compute_batch_metrics."""
         return dict(self._ledger.last_metrics)
@@ -200,7 +214,7 @@ class AsyncRolloutManager:
         """The samples that failed in the last call, each with metadata["failure"]; they are in no batch."""
         return self._ledger.last_failed
 
-    def statistics(self) -> Mapping[str, float]:
+    def statistics(self) -> Numbers:
         """Where everything is now, and what the engine says of itself under its own names.
 
         Groups since the start of the run: `drawn`, and where they are now: `trained`, `held`, `in_flight`,
@@ -227,7 +241,7 @@ class AsyncRolloutManager:
         """Asserts that every prompt drawn is in exactly one place."""
         self._ledger.check(0 if self._collector is None else len(self._collector.open_groups()))
 
-    def snapshot(self) -> Callable[[], dict[str, JSONValue]]:
+    def snapshot(self) -> Callable[[], JSONObject]:
         """Makes the state of this moment, as JSON for load_state_dict, when it is called. Costs references to
         groups now; every token of every held group is encoded then.
 
@@ -256,11 +270,11 @@ class AsyncRolloutManager:
             "in_flight": [[group.index, group.prompt.prompt_id, group.prompt.epoch] for group in in_flight],
         }
 
-    def state_dict(self) -> dict[str, JSONValue]:
+    def state_dict(self) -> JSONObject:
         """The snapshot of this moment as JSON."""
         return self.snapshot()()
 
-    def load_state_dict(self, state: Mapping[str, JSONValue]) -> None:
+    def load_state_dict(self, state: JSONObject) -> None:
         """Continues where `state` was taken. Load the DataBuffer's state first: prompts that were in flight
         are returned to it.
         """

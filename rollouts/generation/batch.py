@@ -8,8 +8,7 @@ import numpy as np
 
 from rollouts.filters import rewards_of
 from rollouts.generation.group import Group, failure_class_of
-from rollouts.generation.samples import TRAJECTORY
-from rollouts.types import Max, Mean, Metric, Min, Sample, Status, Total, split_trajectories
+from rollouts.types import TRAJECTORY, Max, Mean, Metric, Min, Sample, Status, Total, split_trajectories
 
 FILTERED = "filtered:"  # begins the reason of a drop by a filter, which the filter's own follows
 
@@ -57,6 +56,7 @@ def compute_batch_metrics(
         "truncated/frac": _mean(sample.status is Status.TRUNCATED for sample in samples),
         **({"reward/mean": _mean(rewards), "reward/std": Mean(float(np.std(rewards)), 1)} if rewards else {}),
         **{f"reward/part/{name}/mean": _mean(values) for name, values in parts.items()},
+        **{f"reward/part/{name}/std": Mean(float(np.std(values)), 1) for name, values in parts.items()},
         # by min and max: rounding can leave equal rewards a tiny deviation
         "groups/zero_std_frac": _mean(values.min() == values.max() for values in spread),
         "groups/reward_std/mean": _mean(values.std() for values in spread),

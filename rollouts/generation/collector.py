@@ -10,12 +10,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 import trio
 
-from rollouts.config.tables import RolloutConfig
+from rollouts.config.rollout import RolloutConfig
 from rollouts.crash_points import reach
 from rollouts.errors import EngineError, InfrastructureError, NotEnoughSamples, RolloutsError
 from rollouts.generation.batch import FILTERED, compute_batch_metrics
@@ -27,11 +27,12 @@ from rollouts.generation.group import (
     failure_class_of,
     run_group,
     start_group,
+    tell_waiting,
 )
 from rollouts.generation.pacing import can_deliver
 from rollouts.generation.samples import PromptSource, convert_to_batch
 from rollouts.processes.nurseries import open_plain_nursery
-from rollouts.types import Metric, RolloutBatch, Sample, Total
+from rollouts.types import Metric, RolloutBatch, Sample, Total, live
 
 # reasons for which a group is dropped; a filter's own reason follows FILTERED
 SURPLUS = "surplus"  # the batch was full without it
@@ -49,7 +50,7 @@ READY_BATCHES = 1.25
 STOP_S = 10.0
 
 
-@dataclass(eq=False)
+@live
 class Ledger:
     """What a manager keeps between batches: what became of every prompt drawn, and the groups it holds."""
 
@@ -71,7 +72,7 @@ class Ledger:
         )
 
 
-@dataclass(eq=False)
+@live
 class Collector:
     """The batch in the making, and what goes on into the next. Groups are by index, and each is in one of
     `undecided`, `kept` and `failed_groups`.
@@ -135,6 +136,10 @@ class Collector:
     def note_engine_version(self, version: int) -> None:
         """Every engine that serves has the weights of `version`, or newer ones."""
         self.engine_version = max(self.engine_version, min(version, self.policy_version))
+        self.wake()
+
+    def wake(self) -> None:
+        """Something has changed outside."""
         self._changed.unpark_all()
 
     async def wait_full(self, version: int, engine_version: int) -> None:
@@ -190,7 +195,12 @@ class Collector:
             self._ended.set()
             self._changed.unpark_all()
 
+    def _list_generating(self) -> list[str]:
+        members = [member for group in self._undecided.values() for member in group.members]
+        return [member.pending.id for member in members if not member.segments]
+
     async def _work(self) -> None:
+        self._nursery.start_soon(tell_waiting, self._changed, self._list_generating)
         self._take_held()
         self._launch(self._undecided.values())
         while self.paced or not self._is_full():
@@ -303,6 +313,8 @@ class Collector:
         if groups:
             self.ledger.dropped[reason] += len(groups)
             self._dropped[reason] += len(groups)
+        if self.plan.spans is not None:
+            self.plan.spans.keep((), rest=(sample.id for group in groups for sample in group.samples))
         if returned:
             self.data_buffer.return_prompts([group.prompt for group in groups])
 

@@ -6,10 +6,11 @@ function notes of its progress is kept.
         └──► the member of its group, which goes on from there whatever ends the call
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import trio
 from rollouts.errors import EngineError
 from rollouts.generation.generate import ask_for_rest
 from rollouts.protocols import InferenceEngine
-from rollouts.types import Completion, GenerateRequest, Sample, Status
+from rollouts.types import Completion, GenerateRequest, Sample, Status, live
 
 if TYPE_CHECKING:
     from rollouts.generation.group import GroupPlan, Member
@@ -27,7 +28,7 @@ MAX_STARTS = 8  # aborts in a row of one sample without a token more; after that
 _RUNNING: "ContextVar[ContinuingEngine | None]" = ContextVar("running", default=None)
 
 
-@dataclass(eq=False)
+@live
 class ContinuingEngine:
     """An InferenceEngine for one call of a generate function. All but `generate` is the engine's own."""
 
@@ -35,6 +36,7 @@ class ContinuingEngine:
     member: "Member"  # with what the function has noted
     asking: int = 0  # requests that wait for an answer
     waits: bool = False  # for a tool or an environment, between two turns
+    made: list[Completion] = field(default_factory=list)  # what the function was answered
     in_vain: int = 0  # aborts in a row without a token more
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around the call
 
@@ -48,6 +50,7 @@ class ContinuingEngine:
         Raises like the engine, and EngineError after MAX_STARTS aborts in a row without a token more.
         """
         whole, done = None, 0
+        self.scope.deadline = math.inf
         self._count_waiting(False)
         self.asking += 1
         try:
@@ -61,8 +64,14 @@ class ContinuingEngine:
                     return replace(whole, finish_reason="length")
                 self.count_abort(more)
         finally:
+            self.made += [] if whole is None else [whole]
             self.asking -= 1
+            self._limit()
             self._count_waiting(self.member.partial is not None and not self.asking)
+
+    def _limit(self) -> None:
+        if not self.asking:
+            self.scope.deadline = trio.current_time() + self.plan.generate_timeout_s
 
     def _count_waiting(self, waits: bool) -> None:
         """Tells whether the trajectory has begun and waits for something other than the engine."""
@@ -81,7 +90,10 @@ class ContinuingEngine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The call of the generate function. It is cancelled, and the block left, by end_if_idle."""
+        """The call of the generate function. It is cancelled, and the block left, by end_if_idle, and where
+        it asks the engine nothing for longer than the plan allows.
+        """
+        self._limit()
         token = _RUNNING.set(self)
         try:
             with self.scope:

@@ -12,8 +12,10 @@ What users, data and engines do wrong ends in the record of a sample or of the g
 our own bugs leave as exceptions.
 """
 
+import logging
+import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import mode
@@ -52,15 +54,17 @@ from rollouts.rewards.check import (
 from rollouts.rewards.workers import RaisedInWorker
 from rollouts.types import (
     FilterDecision,
-    JSONValue,
+    JSONObject,
     RewardResult,
     Sample,
     SampleGroup,
     SamplingParams,
     Status,
+    live,
 )
 
 # the class of samples that an engine, not anything of their own, kept from being generated
+WAITS_S = 60.0  # without a change, after which the samples that are waited for are named
 INFRASTRUCTURE = "infrastructure"
 LEFT_OUT = "left_out"  # of trajectories that a limit ended, where rl.rollout.at_limit drops them
 
@@ -77,6 +81,7 @@ class GroupPlan(NamedTuple):
     group_reward: GroupRewardFn | None = None
     filters: Sequence[FilterFn] = ()
     ranker: RankerFn | None = None
+    generate_timeout_s: float = math.inf  # between two requests to the engine
     needs_reward: bool = True  # False: where nothing scores samples they train without
     # the trainer's version, which no token is newer than; without bound where nothing trains
     policy_version: Callable[[], int] = lambda: sys.maxsize
@@ -105,7 +110,7 @@ class Member:
         return bool(self.segments) and self.segments[-1].status is Status.FAILED
 
 
-@dataclass(eq=False)
+@live
 class Group:
     """One attempt at a prompt. run_group moves it on, and nobody else does while it runs."""
 
@@ -194,6 +199,21 @@ async def run_group(plan: GroupPlan, group: Group) -> bool:
     return group.decision is not None or group.error is not None
 
 
+async def tell_waiting(changed: trio.lowlevel.ParkingLot, list_waiting: Callable[[], list[str]]) -> None:
+    """Names the samples that are waited for each time that `changed` was quiet for WAITS_S."""
+    while True:
+        with trio.move_on_after(WAITS_S) as limit:
+            await changed.park()
+        if limit.cancelled_caught and (waiting := list_waiting()):
+            logging.getLogger("rollouts").warning(
+                "nothing has moved on for %g s; samples under way: %d, %s%s",
+                WAITS_S,
+                len(waiting),
+                ", ".join(waiting[:4]),
+                ", …" * (len(waiting) > 4),
+            )
+
+
 # --- one member ---------------------------------------------------------------------------------------------
 
 
@@ -217,6 +237,12 @@ async def generate_member(call: ContinuingEngine) -> Member:
         segments = ()
         with listing_answers() as answers, call.running():
             segments = await _generate_segments(call)
+        if call.scope.cancelled_caught and not plan.is_stopping():
+            raise UserFunctionError(
+                f"generate function {function} on sample {member.pending.id} took longer than"
+                f" {plan.generate_timeout_s:g} s without asking the engine; make it faster or raise"
+                " rl.rollout.generate_timeout_s"
+            )
         segments = segments or (member.partial or member.pending,)  # without: it was told to stop
         if segments[-1].status is Status.FAILED:
             said = segments[-1].metadata.get("failure") or "the generate function returned it as failed"
@@ -243,10 +269,12 @@ async def _generate_segments(call: ContinuingEngine) -> tuple[Sample, ...]:
     plan, pending = call.plan, call.member.pending
     sampling = replace(plan.sampling, seed=compute_request_seed(plan.seed, pending.id))
     start, engine = call.member.partial or pending, cast(InferenceEngine, call)
+    # of what an earlier call was answered nothing is known here
+    made = call.made if start is pending else None
     while not plan.is_stopping():
         reach("rollout.dispatch")
         segments = await call_generate(
-            plan.generate, start, engine, sampling, newest_version=plan.policy_version
+            plan.generate, start, engine, sampling, newest_version=plan.policy_version, made=made
         )
         reach("rollout.generated")
         last = segments[-1]
@@ -388,7 +416,7 @@ def fail_sample(sample: Sample, error: RolloutsError, failure_class: str, functi
 # --- as JSON ------------------------------------------------------------------------------------------------
 
 
-def encode_group(group: Group) -> dict[str, JSONValue]:
+def encode_group(group: Group) -> JSONObject:
     """A held group as JSON, exactly: every float32 is a float64. Pending samples are made of the prompt
     again, so they are left out.
     """
@@ -408,7 +436,7 @@ def encode_group(group: Group) -> dict[str, JSONValue]:
     }
 
 
-def decode_group(record: Mapping[str, JSONValue], prompt: PromptRow) -> Group:
+def decode_group(record: JSONObject, prompt: PromptRow) -> Group:
     """The inverse of encode_group. Raises ValueError naming the field of a sample that is wrong."""
     group = start_group(record["group_index"], prompt, len(record["members"]))
     group.decision = FilterDecision(keep=True) if record["finished"] else None

@@ -47,6 +47,7 @@ from rollouts.rewards.check import (
 from rollouts.types import (
     Completion,
     FilterDecision,
+    Function,
     GenerateRequest,
     RolloutBatch,
     Sample,
@@ -299,7 +300,7 @@ def _call(function: Callable[[Any], object], argument: object, *, where: str) ->
         raise UserFunctionError(f"{where} raised {describe(error)}") from error
 
 
-def _check_is_plain(function: Callable[..., Any] | None) -> None:
+def _check_is_plain(function: Function | None) -> None:
     if function is not None and is_async(function):
         raise PlugInError(
             f"{function_name(function)} is async; these calls run plain functions: drop the async, or use"

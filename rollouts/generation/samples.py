@@ -14,6 +14,7 @@ from rollouts.types import (
     BoolArray,
     FilterDecision,
     IntArray,
+    JSONObject,
     JSONValue,
     RolloutBatch,
     Sample,
@@ -21,11 +22,11 @@ from rollouts.types import (
     number_trajectories,
 )
 
-TRAJECTORY = "trajectory"  # the metadata of the last sample of one, with the record of its turns
-
 
 class PromptSource(Protocol):
-    """Where prompts are drawn from, and what takes them back: a DataBuffer."""
+    """Where prompts are drawn from, and what takes them back: a DataBuffer, which always has as many as are
+    asked for, or a stream, which may have none until AsyncRolloutManager.note_prompts is called.
+    """
 
     def get_prompts(self, count: int) -> list[PromptRow]: ...
     def return_prompts(self, prompts: Sequence[PromptRow]) -> None: ...
@@ -103,7 +104,7 @@ def compute_response_lengths(loss_masks: Sequence[BoolArray]) -> IntArray:
     return np.asarray([np.count_nonzero(mask) for mask in loss_masks], np.int64)
 
 
-def build_batch_metadata(samples: Sequence[Sample], **added: JSONValue) -> tuple[dict[str, JSONValue], ...]:
+def build_batch_metadata(samples: Sequence[Sample], **added: JSONValue) -> tuple[JSONObject, ...]:
     """One new dict per sample: its metadata and what is added, such as `step` and `epoch`, in place of what
     the sample has under these names.
     """

@@ -28,6 +28,7 @@ from rollouts.inspect.samples import find_samples, print_samples
 from rollouts.inspect.terminal import make_safe, write_lines
 from rollouts.metrics.jsonl import Row
 from rollouts.run_dir import replace_file
+from rollouts.types import Fields
 
 # panels of the PNG
 PICTURES = f"""
@@ -294,12 +295,12 @@ def export_trace(record: Record, output: Path, *, steps: tuple[int, int] | None 
     return found["spans"]
 
 
-def describe(what: str, tid: int, **arguments: object) -> dict[str, Any]:
+def describe(what: str, tid: int, **arguments: object) -> Fields:
     """The event that says something of a thread or the process."""
     return {"ph": "M", "pid": 1, "tid": tid, "name": what, "args": arguments}
 
 
-def place_events(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
+def place_events(rows: Iterable[Row]) -> Iterator[Fields]:
     """The events of spans with their lanes, in order of their beginnings, and before the first of a lane the
     lane's name and place.
     """

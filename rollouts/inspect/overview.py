@@ -13,6 +13,7 @@ from rich.text import Text
 from rollouts.config.secrets import flatten
 from rollouts.config.spelling import nearest_names
 from rollouts.errors import ConfigError, RunDirError
+from rollouts.inspect.guardrails import GUARDRAILS, HAPPENED, MATTERED, load_guardrails, read_log
 from rollouts.inspect.record import (
     ACCURACY,
     DROPPED,
@@ -36,6 +37,7 @@ CHARTS = """
 VIEW = """
     SET VARIABLE room = greatest(4, least(50, {width} - 46));
     SET VARIABLE ranges = greatest(4, least(60, {width} - if({width} >= 100, 80, 58)));
+    SET VARIABLE course = greatest(8, least(24, {width} - 125));
     SET VARIABLE last = {last}"""
 # The values of the map `facts` are further cells, by their headings.
 # The first twelve telling metrics of each stage: means over equal ranges of its steps, and numbers
@@ -120,8 +122,12 @@ ENDED = """
     FROM totals WHERE name LIKE 'trajectories/ended/%' GROUP BY what ORDER BY sum(total) DESC"""
 
 
-PARTS = (COURSES, STEPS, EVALUATIONS, PHASES, LAGS, ENDED, TOOLS, DROPPED, FAILED)
-WITHOUT_LINES = (COURSES, PHASES, LAGS, ENDED)
+PARTS = (
+    *(COURSES, STEPS, EVALUATIONS, GUARDRAILS, HAPPENED, MATTERED),
+    *(PHASES, LAGS, ENDED, TOOLS, DROPPED, FAILED),
+)
+WITHOUT_LINES = (COURSES, GUARDRAILS, HAPPENED, PHASES, LAGS, ENDED)
+FIT = (COURSES, STEPS, EVALUATIONS, GUARDRAILS, MATTERED)
 
 
 def print_run(console: Console, record: Record, *, last: int) -> None:
@@ -129,17 +135,15 @@ def print_run(console: Console, record: Record, *, last: int) -> None:
     out.
     """
     load_facts(record)
+    load_guardrails(record, read_log(record))
     width = console.width
     record.execute(VIEW.format(width=width, last=last))
     for row in record.rows(CHARTS):
         chart = draw_chart([record.read_curve(**row)], width=max(20, min(72, width - 14)), height=8)
         console.print(chart, end="\n\n")
     for sql in PARTS:
-        print_tables(
-            console,
-            make_tables(record, sql, lines=sql not in WITHOUT_LINES),
-            fit=sql in (COURSES, STEPS, EVALUATIONS),
-        )
+        tables = make_tables(record, sql, lines=sql not in WITHOUT_LINES)
+        print_tables(console, tables, fit=sql in FIT)
     for row in record.rows(TROUBLE):
         console.print(f"{row['total']:.0f} {row['what']}\n")
     console.print(f"{record.root}: {describe_state(record)}")

@@ -34,7 +34,7 @@ FIELDS = {
     " messages JSON, trajectory JSON",
     "contributions": "update BIGINT, loss DOUBLE, denominator DOUBLE, skipped VARCHAR, id VARCHAR,"
     " group_index BIGINT, row BIGINT, advantage DOUBLE, weight DOUBLE, share DOUBLE, tokens BIGINT,"
-    " reward DOUBLE, shard VARCHAR, offset BIGINT, length BIGINT",
+    " reward DOUBLE, rewards JSON, kl DOUBLE, shard VARCHAR, offset BIGINT, length BIGINT",
     "spans": "name VARCHAR, track VARCHAR, id VARCHAR, start_unix DOUBLE, duration_s DOUBLE, tokens BIGINT",
 }
 # of the rows of each kind of file; metrics and evaluations also have a column for each metric
@@ -311,7 +311,7 @@ DESCRIBING = r"""
         'value/explained_variance', 'importance_weight/ess', 'perf/generated_tokens_per_s',
         'perf/trained_tokens_per_s', 'time/step', 'optim/lr'];
     CREATE OR REPLACE TABLE troubles AS FROM (VALUES
-        ('optim/skipped_steps', 'optimizer steps changed nothing: not finite, or beyond rl.kl_limit'),
+        ('optim/skipped_steps', 'optimizer steps changed nothing: not finite, or beyond a limit'),
         ('checkpoint/failed', 'checkpoints could not be saved'),
         ('weight_sync/engines_failed', 'weight updates of an engine failed')) AS known(name, what);
     CREATE OR REPLACE TABLE step_facts AS SELECT *, row_number() OVER () AS number FROM (VALUES

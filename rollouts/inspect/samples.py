@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -23,7 +23,7 @@ from rollouts.inspect.record import Record, count_of, find_checkpoints, read_set
 from rollouts.inspect.terminal import make_safe
 from rollouts.metrics.jsonl import Row
 from rollouts.metrics.token_shards import read_token_arrays
-from rollouts.types import encode_json
+from rollouts.types import Fields, Texts, encode_json
 
 COLUMNS = {"length": "response_length", "group": "group_index"}  # of samples_held, by what options say
 COLORS = {
@@ -86,7 +86,7 @@ class SampleTokens(NamedTuple):
     values: dict[str, np.ndarray]  # [T] by name of --color, 0 where the mask is; only those that the run kept
 
 
-def find_samples(record: Record, asked: dict[str, Any]) -> Row:
+def find_samples(record: Record, asked: Fields) -> Row:
     """The samples that the options of the command ask for: their `places` in the order asked for, at most
     `limit`; how many are `matching`, and how many were logged in `total`, of the newest attempt at each step.
     `last`: only of the last step that has samples
@@ -267,7 +267,7 @@ def split_text(ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str]:
 # --- trajectories -------------------------------------------------------------------------------------------
 
 
-def list_turns(row: Row) -> list[dict[str, str]]:
+def list_turns(row: Row) -> list[Texts]:
     """Each message of a trajectory's row of samples.jsonl as `said`, in brackets who says it with what the
     record knows of it, and `text`: thinking, content and tool calls. What has no `said` is a line where a
     segment begins.

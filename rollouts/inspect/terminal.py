@@ -2,6 +2,8 @@
 
 import re
 import sys
+from contextlib import suppress
+from typing import TextIO
 
 # C0 and C1 but tab and newline, what turns the direction of text, and half surrogates, which no output takes
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -15,6 +17,14 @@ def make_safe(text: str, *, one_line: bool = False) -> str:
     """
     pattern = STEERING_LINE if one_line else STEERING
     return pattern.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """A line on stderr, or in `file`. That nobody reads it, or that the disk under it is full, ends no
+    run.
+    """
+    with suppress(OSError, ValueError):
+        print(make_safe(text), file=file or sys.stderr, flush=True)
 
 
 def write_lines(text: str) -> None:

@@ -6,6 +6,7 @@ a controller has come to.
                                                       LoopState, in every checkpoint ◄── update_loop_state
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from typing import NamedTuple
 
 from rollouts.advantages import ADVANTAGES, AdvantageFn
 from rollouts.config.schema import REFERENCE_FREE, AlgorithmChange, RLTrainingConfig, list_tables
-from rollouts.errors import CheckpointError, ConfigError, PlugInError, find_by_name
+from rollouts.errors import CheckpointError, ConfigError, PlugInError, find_by_name, parse_call
 from rollouts.kl_control import KL_CONTROLS, KLControl, exceeds_kl_limit
 from rollouts.loops.rl_batch import find_trajectories, make_loss_spec
 from rollouts.schedules import interpolate_linear
-from rollouts.types import ForwardBackwardResult, LossSpec, RolloutBatch, metric_values
+from rollouts.types import ForwardBackwardResult, LossSpec, Numbers, RolloutBatch, metric_values
+
+BOUND_STEPS = 20  # at a bound after which it is said
 
 
 @dataclass
@@ -25,6 +28,10 @@ class LoopState:
     """What the RL loop keeps in a checkpoint. It changes once a step, when the updates are done."""
 
     kl_coef: float  # of the next step, where rl.kl_control is not fixed; before step 1 that of the config
+    at_bound: float = 0.0  # steps in a row after which it was at a bound of rl.kl_control
+    lr_factor: float = 1.0  # of the learning rate
+    kl: float = 0.0  # of the last step
+    undone: float = 0.0  # 1 where the last update was, and rl.kl_ref_limit is set
 
 
 class Algorithm(NamedTuple):
@@ -66,11 +73,12 @@ def check_algorithms(config: RLTrainingConfig, check: Callable[[RLTrainingConfig
 
 def needs_reference(config: RLTrainingConfig) -> bool:
     """Whether a step may need the reference's log-probs: for a KL term, to measure the KL that a controller
-    follows, for a loss of pairs, or as a teacher's.
+    follows, for a loss of pairs, as a teacher's, or for a part of the reward.
     """
     return (
         (config.distillation and config.distillation.teacher) == "reference"
         or config.kl_control != "fixed"
+        or "coherence_scored" in [part.group_reward for part in config.rollout.rewards.values()]
         or any(
             settings.kl_coef > 0 or (config.pairs and settings.loss not in REFERENCE_FREE)
             for settings in list_algorithms(config)
@@ -124,22 +132,40 @@ def update_loop_state(
     algorithm: Algorithm,
     control: KLControl,
     batch: RolloutBatch,
-    measured: Mapping[str, float],
-) -> None:
-    """Moves the coefficient by the KL that the step's batch had; nothing moves if it was not measured."""
+    measured: Numbers,
+) -> Numbers:
+    """Moves the coefficient by the KL that the step's batch had; nothing moves if it was not measured.
+    Metrics: kl/coef_at_bound, steps in a row that it has been at a bound of rl.kl_control.
+    """
     kl = measured.get("kl/ref_per_sample", math.nan)  # nats per sample
-    state.kl_coef = control(algorithm.settings.kl_coef, kl, int(find_trajectories(batch).max()) + 1)
+    samples = int(find_trajectories(batch).max()) + 1
+    state.kl_coef = control(algorithm.settings.kl_coef, kl, samples, state.kl)
+    state.kl = max(kl, 0.0) if math.isfinite(kl) else state.kl
+    _, numbers = parse_call(algorithm.settings.kl_control)
+    state.undone = float(bool(algorithm.settings.kl_ref_limit and measured.get("optim/undone")))
+    is_at_bound = state.kl_coef in (numbers.get("lowest"), numbers.get("highest"))
+    state.at_bound = state.at_bound + 1 if is_at_bound else 0
+    if state.at_bound == BOUND_STEPS:
+        logging.getLogger("rollouts").warning(
+            "the KL coefficient has been %g, a bound of rl.kl_control, for %d steps, and the KL is %.3g nats"
+            " per sample; raise `highest`, or lower rl.optim.lr",
+            state.kl_coef,
+            BOUND_STEPS,
+            kl,
+        )
+    return {"kl/coef_at_bound": state.at_bound} if state.at_bound else {}
 
 
 def decode_loop_state(saved: Mapping[str, object]) -> LoopState:
     """The state whose fields were saved, bit for bit. Raises CheckpointError for what is none."""
-    kl_coef = saved.get("kl_coef")
-    if not isinstance(kl_coef, int | float) or isinstance(kl_coef, bool) or not 0 <= kl_coef < math.inf:
-        raise CheckpointError(
-            f"the loop's state has kl_coef={kl_coef!r}; it must be a finite number, 0 or more: resume from"
-            " another checkpoint"
-        )
-    return LoopState(kl_coef=float(kl_coef))
+    found = {"kl_coef": None, **saved}
+    for name, value in found.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise CheckpointError(
+                f"the loop's state has {name}={value!r}; it must be a finite number, 0 or more: resume from"
+                " another checkpoint"
+            )
+    return LoopState(**{name: float(value) for name, value in found.items()})
 
 
 # --- what a run is given ------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from rollouts.loops.steps import (
 )
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import LogProbScorer, MetricsLogger, TrainingBackend
-from rollouts.types import metric_values
+from rollouts.types import Numbers, metric_values
 
 if TYPE_CHECKING:
     from rollouts.losses.row_losses import LinearisedRows
@@ -46,8 +46,8 @@ async def run_preference_training(
     seed: int = 0,
     completed_steps: int = 0,
     hooks: StepHooks | None = None,
-) -> list[dict[str, float]]:
-    """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
+) -> list[Numbers]:
+    """The metrics of the newest HELD_STEPS of the steps that ran, `completed_steps` + 1 to config.steps.
 
     Consumes tokenized samples; produces weights inside `backend`. The samples of a step are a pure function
     of (seed, step). Every step is two passes: one without gradient gives each response's log-prob, from which
@@ -77,7 +77,7 @@ async def evaluate_preferences(
     loss: AsyncRowLoss,
     reference: LogProbScorer | None = None,
     name: str = "pairs",
-) -> dict[str, float]:
+) -> Numbers:
     """Metrics of held-out samples under the backend's weights, `eval/{name}/…`; empty without a sample.
 
     `loss`, and the loss's own metrics: `accuracy` (share of pairs with a positive margin of the loss's

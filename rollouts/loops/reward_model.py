@@ -5,7 +5,7 @@ The backend's model has a scalar head. A response's score is read at the last to
 turn, as where RL samples end.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,9 @@ from rollouts.data.scores import make_score_batch, read_scores
 from rollouts.loops.steps import AsyncRowLoss, PreparedStep, StepHooks, prepare_linear_step, run_batch_steps
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import MetricsLogger, TrainingBackend
-from rollouts.types import RolloutBatch
+from rollouts.types import Numbers, RolloutBatch
 
-Measure = Callable[[NDArray[np.float64]], Awaitable[Mapping[str, float]]]
+Measure = Callable[[NDArray[np.float64]], Awaitable[Numbers]]
 """measure_calibration or measure_regression of rollouts.losses.row_losses, run where torch may run."""
 
 
@@ -33,8 +33,8 @@ async def run_reward_model_training(
     seed: int = 0,
     completed_steps: int = 0,
     hooks: StepHooks | None = None,
-) -> list[dict[str, float]]:
-    """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
+) -> list[Numbers]:
+    """The metrics of the newest HELD_STEPS of the steps that ran, `completed_steps` + 1 to config.steps.
 
     Consumes tokenized samples with their margins; produces weights inside `backend`, which has a scalar head.
     `loss` is make_score_loss(centring), or make_regression_loss, on the backend's thread. The samples of a
@@ -56,7 +56,7 @@ async def run_reward_model_training(
 
 async def evaluate_reward_model(
     backend: TrainingBackend, held_out: Sequence[PreferenceSample], *, measure: Measure, name: str
-) -> dict[str, float]:
+) -> Numbers:
     """`eval/{name}/…` of held-out samples under the backend's weights: what `measure` finds; empty without a
     sample. Raises ModelError if a score is not finite.
     """

@@ -23,6 +23,7 @@ batch ──► critic: V of every trained token ──► gae: advantages, retu
 """
 
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -51,11 +52,13 @@ from rollouts.loops.rl_batch import (
     add_advantages,
     add_log_probs,
     check_staleness,
+    choose_optim,
     compute_lags,
     find_trajectories,
     plan_updates,
+    sum_ref_kl,
 )
-from rollouts.loops.steps import StepHooks, surround_steps
+from rollouts.loops.steps import HELD_STEPS, StepHooks, surround_steps
 from rollouts.loops.updates import (
     Update,
     UpdateResult,
@@ -70,10 +73,22 @@ from rollouts.metrics.spans import PhaseTimer
 from rollouts.metrics.token_shards import UpdateRecord
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, SyncWeights, TrainingBackend
-from rollouts.types import LossSpec, Max, RolloutBatch, Total, metric_values
+from rollouts.types import (
+    FloatArray,
+    ForwardBackwardResult,
+    LossSpec,
+    Max,
+    Numbers,
+    OptimParams,
+    RolloutBatch,
+    Total,
+    metric_values,
+)
 
 if TYPE_CHECKING:
     from rollouts.data.data_buffer import DataBuffer
+
+ComputeLoss = Callable[[RolloutBatch, LossSpec], Awaitable[ForwardBackwardResult]]
 
 
 async def run_rl_training(
@@ -92,19 +107,18 @@ async def run_rl_training(
     critic: TrainingBackend | None = None,
     teacher: Score | None = None,
     pairs: Callable[..., Awaitable[Any]] | None = None,
+    compute_loss: ComputeLoss | None = None,
     completed_steps: int = 0,
     hooks: StepHooks | None = None,
-) -> list[dict[str, float]]:
-    """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
+) -> list[Numbers]:
+    """The metrics of the newest HELD_STEPS of the steps that ran, `completed_steps` + 1 to config.steps.
 
-    `advantages` has the user's own functions that config names. `state` changes in place with each step; a
-    resumed run passes the one that was saved. `critic` is saved with `backend`. Raises ConfigError first;
-    saves the last complete step before NotEnoughSamples, FleetDown, WeightSyncError or UserFunctionError.
+    A resumed run passes the `state` that was saved. Raises ConfigError first; others as surround_steps.
     """
-    check_complete(config, critic=critic, state=state, completed_steps=completed_steps)
+    check_complete(config, critic, state, completed_steps, compute_loss)
     functions, control = find_advantages(config, advantages or {}), make_kl_control(config)
     state, hooks = state or LoopState(config.kl_coef), hooks or StepHooks()
-    sync, history = partial(sync_weights, backend, inference_engines), []
+    sync, history = partial(sync_weights, backend, inference_engines), deque[Numbers](maxlen=HELD_STEPS)
     async with (
         surround_steps(hooks, config, backend, critic, completed=completed_steps) as steps,
         rollout_manager.generating(),
@@ -119,31 +133,38 @@ async def run_rl_training(
                 batch = await add_log_probs(batch, backend, reference, critic, algorithm.settings, teacher)
             batch, measured = add_advantages(batch, algorithm.settings, functions)
             with timer.phase("train"):
-                updates = plan_updates(batch, algorithm.loss, config, seed=seed, step=step)
-                critic_updates = [(part, VALUE_LOSS) for part, _ in updates]
-                critic_results = await train(critic, critic_updates) if critic else []
-                updates, results = await train_policy(backend, updates, batch, config, pairs, version=step)
+                parts = plan_updates(batch, algorithm.loss, config, seed=seed, step=step)
+                valued = [(part, VALUE_LOSS) for part, _ in parts]
+                critic_results = await train(critic, valued) if critic else []
+                how = {"version": step, "optim": choose_optim(config, batch, state.lr_factor, state.undone)}
+                made, results = await train_policy(backend, parts, batch, config, pairs, compute_loss, **how)
             async with steps.completing(step, before_evaluating=push.wait):
-                update_loop_state(state, algorithm, control, batch, measured)
+                measured |= training_metrics(config, algorithm, batch, results, critic_results, step)
+                measured |= update_loop_state(state, algorithm, control, batch, measured)
                 with timer.phase("weight_sync"):
                     await push.send(step)
                 metrics = metric_values(rollout_manager.batch_metrics()) | measured | push.take_metrics()
-                metrics |= training_metrics(config, algorithm, batch, results, critic_results, step)
                 metrics |= {f"data/{name}": value for name, value in data_buffer.statistics().items()}
-                metrics |= timer.metrics() | throughput(batch, updates, config, timer, rollout_manager)
-                told = {"updates": record_rl_updates(updates, results, critic_results, algorithm, step)}
+                metrics |= timer.metrics() | throughput(batch, made, config, timer, rollout_manager)
+                told = {"updates": record_rl_updates(made, results, critic_results, algorithm, step)}
                 await metrics_logger.log_step("rl", step, step - 1, metrics, **told, spans=timer.spans())
                 history.append(metrics)
         await push.wait()
-    return history
+    return list(history)
 
 
 def check_complete(
-    config: RLTrainingConfig, *, critic: TrainingBackend | None, state: LoopState | None, completed_steps: int
+    config: RLTrainingConfig,
+    critic: TrainingBackend | None,
+    state: LoopState | None,
+    completed_steps: int,
+    compute_loss: ComputeLoss | None,
 ) -> None:
-    """Raises ConfigError where the config needs a critic, or the state of the steps before, and it is not
-    given; or a critic is given for nothing.
+    """Raises ConfigError where the config needs a critic, the state of the steps before, or a way to measure
+    the KL again, and it is not given; or a critic is given for nothing.
     """
+    if config.kl_ref_limit and compute_loss is None:
+        raise ConfigError("rl.kl_ref_limit needs compute_loss=, the backend's own, to measure the KL again")
     if state is None and completed_steps and config.kl_control != "fixed":
         raise ConfigError(
             f"rl.kl_control={config.kl_control!r} after {completed_steps} steps needs the coefficient it had"
@@ -189,41 +210,75 @@ async def train_policy(
     batch: RolloutBatch,
     config: RLTrainingConfig,
     pairs: Callable[..., Awaitable[Any]] | None = None,
+    compute_loss: ComputeLoss | None = None,
     *,
     version: int,
+    optim: OptimParams | None = None,
 ) -> tuple[Sequence[Update], list[UpdateResult]]:
     """(the updates that were made, their results): as train, or by `pairs`, which is train_on_pairs of
-    rl.pairs; with rl.kl_stop or rl.kl_limit one after the other, and none after the first that either ends.
+    rl.pairs; with rl.kl_stop or a limit one after the other, and none after the first that either ends.
 
-    With kl_limit each update is measured by a forward pass over the whole batch, and undone if it is beyond:
-    its result then says `skipped`. A stop before an update is decided cuts the step. Metrics: kl/update,
-    where it is finite, and optim/undone.
+    An update that is beyond a limit (measure_update) is undone: its result then says `skipped`. A stop before
+    an update is decided cuts the step. Metrics: those of measure_update that are finite, and optim/undone.
     """
     if pairs is not None:
         return await pairs(backend, updates, version=version)
-    limit = config.kl_limit
-    if not (config.kl_stop or limit):
-        return updates, await train(backend, updates, version=version)
-    results = []
-    before = (batch.old_log_probs or await backend.forward(batch)) if limit else ()
+    limited = config.kl_limit or config.kl_ref_limit or config.grad_norm_limit
+    if not (config.kl_stop or limited):
+        return updates, await train(backend, updates, version=version, optim=optim)
+    results, before = [], ()
+    if config.kl_limit:
+        before = batch.old_log_probs or await backend.forward(batch)
     for update in updates:
-        undone = False
-        if limit:
+        undone = ""
+        if limited:
             await backend.hold()
-        [(forward, optim)] = await train(backend, [update])
-        if limit:
-            kl = measure_kl(before, await backend.forward(batch), batch.loss_masks)
-            measured = {"kl/update": Max(kl)} if math.isfinite(kl) else {}
-            if undone := exceeds_kl_limit(kl, limit=limit):
+        [(forward, done)] = await train(backend, [update], optim=optim)
+        if limited:
+            metrics = dict(forward.metrics)
+            how = before, update, (forward, done), config, compute_loss
+            for name, value, limit in await measure_update(backend, batch, *how):
+                metrics |= {name: Max(value)} if math.isfinite(value) else {}
+                if exceeds_kl_limit(value, limit=limit):
+                    undone = f"undone: {name} is {value:.3g}, above its limit of {limit:g}"
+            if undone:
                 await backend.revert()
-                why = f"undone: {kl:.3g} nats per token are above rl.kl_limit={limit:g}"
-                optim = replace(optim, skipped=why)
-            forward = replace(forward, metrics={**forward.metrics, **measured, "optim/undone": Total(undone)})
-        results.append((forward, optim))
+                done = replace(done, skipped=undone)
+            forward = replace(forward, metrics={**metrics, "optim/undone": Total(bool(undone))})
+        results.append((forward, done))
         if undone or reaches_kl_stop(config, forward):
             break
     await train(backend, (), version=version)
     return updates, results
+
+
+async def measure_update(
+    backend: TrainingBackend,
+    batch: RolloutBatch,
+    before: Sequence[FloatArray],
+    update: Update,
+    result: UpdateResult,
+    config: RLTrainingConfig,
+    compute_loss: ComputeLoss | None,
+) -> list[tuple[str, float, float]]:
+    """(metric, value, limit) of each limit that is set, NaN where the value is unknown.
+
+    kl/update: KL(before the batch || after the update), nats per token. kl/ref_after: the KL of the policy
+    and the reference after it, on its rows, nats per sample, as its loss measures it; one that was above the
+    limit before may fall. optim/grad_norm/max: before clipping.
+    """
+    found, (forward, optim) = [], result
+    if config.kl_limit:
+        kl = measure_kl(before, await backend.forward(batch), batch.loss_masks)
+        found.append(("kl/update", kl, config.kl_limit))
+    if config.kl_ref_limit and compute_loss:
+        both = forward, await compute_loss(*update)
+        first, last = [sum_ref_kl(metric_values(one.metrics), update[0]) for one in both]
+        found.append(("kl/ref_after", last, max(config.kl_ref_limit, first)))
+    if config.grad_norm_limit and optim.skipped is None:
+        norm = math.nan if optim.grad_norm is None else optim.grad_norm
+        found.append(("optim/grad_norm/max", norm, config.grad_norm_limit))
+    return found
 
 
 # --- the row ------------------------------------------------------------------------------------------------
@@ -238,7 +293,7 @@ def record_rl_updates(
 ) -> list[UpdateRecord]:
     """Records of the critic's updates, then of the policy's."""
     batches = [batch for batch, _ in updates]
-    kl_coef = None if not batches or batches[0].ref_log_probs is None else algorithm.settings.kl_coef
+    kl_coef = algorithm.settings.kl_coef or None
     return [
         *record_updates(f"rl step {step}: critic", batches, critic_results, part="critic"),
         *record_updates(f"rl step {step}", batches, results, kl_coef=kl_coef, contributes=True),
@@ -254,7 +309,8 @@ def training_metrics(
     step: int,
 ) -> dict[str, float]:
     """What the step trained with, the backends' metrics of the last pass over the batch, and how old the
-    batch was. The KL coefficient is there where the reference was asked.
+    batch was. The KL coefficient is there where the reference was asked; kl/ref_per_sample where that pass
+    measured the exact KL.
     """
     lags = compute_lags(batch, step - 1)
     critic = last_pass_metrics(critic_results, config.minibatches) if critic_results else {}
@@ -269,7 +325,9 @@ def training_metrics(
         metrics |= last_pass_metrics(results, config.minibatches) | work_metrics([*critic_results, *results])
     elif batch.group_indices is not None:  # without a pair no update is made
         metrics["groups/unpaired"] = float(len(np.unique(batch.group_indices)))
-    if batch.ref_log_probs is not None:
+    if "kl/exact" in metrics:
+        metrics["kl/ref_per_sample"] = sum_ref_kl(metrics, batch)
+    if algorithm.settings.kl_coef or batch.ref_log_probs is not None:
         metrics["kl/coef"] = algorithm.settings.kl_coef
     if config.changes:
         metrics["algorithm/change"] = float(algorithm.change)

@@ -4,6 +4,7 @@ minibatches.
 What a step of RL asks functions of the user about each group of its batch: pairs, a teacher's prompts.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import groupby
@@ -24,15 +25,18 @@ from rollouts.advantages import (
 from rollouts.advantages.distillation import align_rows, compute_distillation_advantages
 from rollouts.config.schema import CLIPPED_BY_SETTINGS, DistillationConfig, RLTrainingConfig
 from rollouts.errors import ConfigError, ModelError, StalenessError, UserFunctionError
-from rollouts.generation.samples import TRAJECTORY
 from rollouts.loops.updates import Update
 from rollouts.protocols import LogProbScorer, TrainingBackend
-from rollouts.rewards.check import RAISED, describe
+from rollouts.rewards.check import RAISED, TURNS, describe
 from rollouts.types import (
+    TRAJECTORY,
     FloatArray,
     FloatRows,
+    Function,
     IntArray,
     LossSpec,
+    Numbers,
+    OptimParams,
     RolloutBatch,
     Sample,
     SampleGroup,
@@ -67,7 +71,7 @@ async def score_told(
     batch: RolloutBatch,
     *,
     score: Score,
-    context: Callable[..., Any],
+    context: Function,
     tokenize: Callable[[Sample], IntArray],
     limit: int,
 ) -> FloatRows:
@@ -134,10 +138,11 @@ async def add_log_probs(
     config: RLTrainingConfig,
     teacher: Score | None = None,
 ) -> RolloutBatch:
-    """The batch with the reference's log-probs if a KL term or controller needs them, the trainer's own if
-    config.recompute_old, the teacher's if config.distillation, and the critic's values if there is one.
+    """The batch with the reference's log-probs if a KL term or controller needs them (for an exact KL the
+    backend asks the reference itself), the trainer's own if config.recompute_old, the teacher's if
+    config.distillation, and the critic's values if there is one.
     """
-    if config.kl_coef > 0 or config.kl_control != "fixed":
+    if config.kl_estimator != "exact" and (config.kl_coef > 0 or config.kl_control != "fixed"):
         if reference is None:
             raise ConfigError(
                 f"rl.kl_coef={config.kl_coef} needs a reference model; pass reference=, or set rl.kl_coef=0"
@@ -268,6 +273,9 @@ def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> Adva
     )
     rewards, _ = subtract_kl(rewards, log_probs, reference, masks, beta, trajectories=trajectories)
     parts = batch.samples[0].rewards if batch.samples else ()
+    weights = {name: part.weight for name, part in config.rollout.rewards.items()}
+    if weights and TURNS in parts:
+        weights[TURNS] = 1.0
     return AdvantageInputs(
         rewards=rewards.astype(np.float64),
         group_indices=batch.group_indices,
@@ -277,7 +285,7 @@ def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> Adva
             for name in parts
             if all(name in sample.rewards for sample in batch.samples)
         },
-        reward_weights=config.rollout.reward_weights,
+        reward_weights=config.rollout.reward_weights or weights,
         samples=batch.samples,
         trajectories=trajectories,
         values=batch.old_values or (),
@@ -308,6 +316,12 @@ def measure_kl(batch: RolloutBatch, trajectories: IntArray) -> dict[str, float]:
     except ValueError:  # a row's is not finite
         return {}
     return {"kl/ref_per_sample": float(kl.sum(dtype=np.float64)) / len(np.unique(trajectories))}
+
+
+def sum_ref_kl(metrics: Numbers, batch: RolloutBatch) -> float:
+    """Nats per sample of kl/exact, a mean over trained tokens, or else kl/ref; NaN without either."""
+    mean = metrics.get("kl/exact", metrics.get("kl/ref", math.nan))
+    return mean * float(batch.response_lengths.sum()) / len(np.unique(find_trajectories(batch)))
 
 
 def make_loss_spec(config: RLTrainingConfig) -> LossSpec:
@@ -355,6 +369,28 @@ def plan_updates(
             rows = np.flatnonzero(np.isin(batch.group_indices, part))
             updates.append((select_rows(batch, rows), replace(loss, constant=share)))
     return updates
+
+
+def choose_optim(
+    config: RLTrainingConfig, batch: RolloutBatch, lr_factor: float, undone: float = 0.0
+) -> OptimParams | None:
+    """The learning rate of the batch's updates: rl.optim.lr · lr_factor, with rl.lr_by_error also times the
+    error, within lr_by_error and 1. None: the schedule's. Without momentum after an update that was undone:
+    it would lead there again, for it was put back too.
+
+    error: the best reward of a group less its mean, mean over the groups: with votes the share that did not
+    give the label.
+    """
+    rewards, numbers = batch.rewards, batch.group_indices
+    if config.lr_by_error and rewards is not None and numbers is not None:
+        groups = [rewards[numbers == number] for number in np.unique(numbers)]
+        error = float(np.mean([group.max() - group.mean() for group in groups]))
+        lr_factor *= min(1.0, max(config.lr_by_error, error))
+    if lr_factor == 1.0 and not undone:
+        return None
+    optim = config.optim
+    betas = (0.0, optim.beta2) if undone else None
+    return OptimParams(lr=optim.lr * lr_factor, max_grad_norm=optim.max_grad_norm, betas=betas)
 
 
 def select_rows(batch: RolloutBatch, rows: IntArray) -> RolloutBatch:

@@ -8,7 +8,7 @@ from rollouts.data.samples import SFTSample, make_sft_batch
 from rollouts.loops.steps import PreparedStep, StepHooks, run_batch_steps
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import MetricsLogger, TrainingBackend
-from rollouts.types import LossSpec
+from rollouts.types import LossSpec, Numbers
 
 
 async def run_sft_training(
@@ -20,8 +20,8 @@ async def run_sft_training(
     seed: int = 0,
     completed_steps: int = 0,
     hooks: StepHooks | None = None,
-) -> list[dict[str, float]]:
-    """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
+) -> list[Numbers]:
+    """The metrics of the newest HELD_STEPS of the steps that ran, `completed_steps` + 1 to config.steps.
 
     Consumes tokenized conversations; produces weights inside `backend`. The rows of a step are a pure
     function of (seed, step), so a resumed run sees what an unbroken one would have. The loss is the token

@@ -16,23 +16,32 @@ A loss of sums of log-probs has one slope per row, at every token of it. So rows
 on any rank, and the gradient is that of the loss of the whole batch; what it costs is the forward pass.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import trio
 from numpy.typing import NDArray
 
+from rollouts.advantages import broadcast_advantages
 from rollouts.config.schema import StageConfig
-from rollouts.data.scores import spread_scores
-from rollouts.errors import ConfigError, FleetDown, NotEnoughSamples, UserFunctionError, WeightSyncError
+from rollouts.errors import (
+    ConfigError,
+    FleetDown,
+    LearningStopped,
+    NotEnoughSamples,
+    RecordLost,
+    UserFunctionError,
+    WeightSyncError,
+)
 from rollouts.loops.stopping import LAST_COUNTS, Stop
 from rollouts.loops.updates import UpdateResult, record_updates, step_metrics, train, work_metrics
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import MetricsLogger, TrainingBackend
-from rollouts.types import FloatArray, JSONValue, LossSpec, RolloutBatch, record
+from rollouts.types import FloatArray, JSONObject, LossSpec, Numbers, RolloutBatch, T, live, record
 
 if TYPE_CHECKING:
     from rollouts.losses.row_losses import LinearisedRows
@@ -41,7 +50,7 @@ if TYPE_CHECKING:
 # --- batches of a dataset -----------------------------------------------------------------------------------
 
 
-T = TypeVar("T")
+HELD_STEPS = 1000  # whose metrics a loop gives back
 AsyncRowLoss = Callable[..., Awaitable["LinearisedRows"]]
 """A RowLoss of rollouts.losses.row_losses, run where torch may run; see `on_thread`."""
 
@@ -65,7 +74,7 @@ class PreparedStep(NamedTuple):
 
 def prepare_linear_step(rows: RolloutBatch, found: "LinearisedRows") -> PreparedStep:
     """A step whose gradient is that of the true loss, `found` of these rows."""
-    batch = replace(rows, advantages=spread_scores(found.advantages, rows))
+    batch = replace(rows, advantages=broadcast_advantages(found.advantages, rows.loss_masks))
     return PreparedStep(batch, LossSpec("linear", unit="constant", constant=found.total), found)
 
 
@@ -88,11 +97,11 @@ async def run_batch_steps(
     config: StageConfig,
     completed_steps: int,
     hooks: "StepHooks | None",
-) -> list[dict[str, float]]:
-    """The metrics of every step that ran, `completed_steps` + 1 to config.steps: one update on one batch
-    each, as train_prepared makes it. `prepare` is called with the step, counted from 1.
+) -> list[Numbers]:
+    """The metrics of the newest HELD_STEPS of the steps that ran, `completed_steps` + 1 to config.steps: one
+    update on one batch each, as train_prepared makes it. `prepare` is called with the step, counted from 1.
     """
-    history = []
+    history = deque[Numbers](maxlen=HELD_STEPS)
     async with surround_steps(hooks or StepHooks(), config, backend, completed=completed_steps) as steps:
         for step in range(completed_steps + 1, config.steps + 1):
             timer = PhaseTimer()
@@ -112,7 +121,7 @@ async def run_batch_steps(
                     spans=timer.spans(),
                 )
                 history.append(metrics)
-    return history
+    return list(history)
 
 
 def sum_rows(values: Sequence[FloatArray]) -> NDArray[np.float64]:
@@ -122,7 +131,7 @@ def sum_rows(values: Sequence[FloatArray]) -> NDArray[np.float64]:
     return np.asarray([row.sum(dtype=np.float64) for row in values])
 
 
-EncodeState = Callable[[], Mapping[str, JSONValue]]
+EncodeState = Callable[[], JSONObject]
 """Turns a held state into JSON; called only if it is saved."""
 
 
@@ -143,10 +152,11 @@ class StepHooks:
     save: Callable[[int, EncodeState], Awaitable[object]] = do_nothing
     is_saved: Callable[[int], Awaitable[bool]] = do_nothing  # whether a save that was begun is in place
     checkpoint_every: int = 0  # steps; 0: only after the last
+    check: Callable[[], None] = lambda: None  # after every step; raises what ends the loop, which is saved
     evaluate: Callable[[int], Awaitable[object]] = do_nothing  # not called after the last step
 
 
-@dataclass(eq=False)
+@live
 class Steps:
     """Made by surround_steps."""
 
@@ -172,6 +182,7 @@ class Steps:
             every = self.hooks.checkpoint_every
             if step == self.config.steps or (every > 0 and step % every == 0):
                 await self._save()
+        self.hooks.check()
         await trio.lowlevel.checkpoint()  # where a requested stop ends the loop
         eval_every = self.config.eval_every
         if step != self.config.steps and eval_every > 0 and step % eval_every == 0:
@@ -221,7 +232,14 @@ async def surround_steps(
         try:
             with hooks.stop.scope() as scope:
                 yield steps
-        except (NotEnoughSamples, UserFunctionError, WeightSyncError, FleetDown):
+        except (
+            LearningStopped,
+            NotEnoughSamples,
+            RecordLost,
+            UserFunctionError,
+            WeightSyncError,
+            FleetDown,
+        ):
             await steps.save_completed()
             raise
         if scope.cancelled_caught:

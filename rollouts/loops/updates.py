@@ -9,6 +9,7 @@ import numpy as np
 import trio
 
 from rollouts.errors import EarlierStepFailed, StepInterrupted
+from rollouts.messages import drop_none
 from rollouts.metrics.token_shards import UpdateRecord
 from rollouts.protocols import TrainingBackend
 from rollouts.types import (
@@ -16,6 +17,7 @@ from rollouts.types import (
     FloatArray,
     ForwardBackwardResult,
     LossSpec,
+    OptimParams,
     OptimStepResult,
     RolloutBatch,
     merge_metrics,
@@ -27,15 +29,21 @@ UpdateResult = tuple[ForwardBackwardResult, OptimStepResult]
 
 
 async def train(
-    backend: TrainingBackend, updates: Sequence[Update], *, version: int | None = None
+    backend: TrainingBackend,
+    updates: Sequence[Update],
+    *,
+    version: int | None = None,
+    optim: OptimParams | None = None,
 ) -> list[UpdateResult]:
-    """The results of each optimizer step, all submitted at once. The backend then has weight version
-    `version`, if given.
+    """The results of each optimizer step, all submitted at once, with the settings `optim` in place of the
+    backend's. The backend then has weight version `version`, if given.
 
     A cancellation interrupts the backend at its next micro-batch. If nothing was left to compute, the
     results are returned all the same.
     """
-    submitted = [(backend.forward_backward(batch, loss), backend.optim_step()) for batch, loss in updates]
+    submitted = [
+        (backend.forward_backward(batch, loss), backend.optim_step(optim)) for batch, loss in updates
+    ]
     results = []
 
     async def collect() -> None:
@@ -138,5 +146,4 @@ def step_metrics(forward: ForwardBackwardResult, optim: OptimStepResult) -> dict
         "loss/total": forward.loss,
         "optim/grad_norm": optim.grad_norm,
     }
-    known = {name: value for name, value in found.items() if value is not None}
-    return metric_values(forward.metrics) | known
+    return metric_values(forward.metrics) | drop_none(found)

@@ -7,14 +7,14 @@ loop ──► send(step) ─► update ─► released: the trainer may change 
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
 
 import trio
 
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.loops.stopping import Stop
-from rollouts.types import Metric, RolloutBatch, Sample
+from rollouts.types import Metric, Numbers, RolloutBatch, Sample, live
 
 
 class BatchSource(Protocol):
@@ -29,14 +29,14 @@ class BatchSource(Protocol):
     def failed_samples(self) -> Sequence[Sample]: ...
 
 
-@dataclass(eq=False)
+@live
 class WeightPush:
     """Updates of the engines. They go on beside training where generation does; otherwise send() waits for
     their end.
     """
 
     nursery: trio.Nursery  # of an update in flight: a plain one, which cancels it when its block is left
-    sync: Callable[..., Awaitable[Mapping[str, float]]]  # a SyncWeights with its backend and engines
+    sync: Callable[..., Awaitable[Numbers]]  # a SyncWeights with its backend and engines
     rollout_manager: BatchSource
     config: RLTrainingConfig
     stop: Stop

@@ -107,7 +107,7 @@ def try_loss(
         advantages=zeros + 1.0,
         old_log_probs=zeros if recompute_old else None,
         ref_log_probs=zeros if reference else None,
-        **dict.fromkeys(("rollout_log_probs", "returns", "old_values"), zeros),
+        **dict.fromkeys(("rollout_log_probs", "returns", "old_values", "exact_kl"), zeros),
     )
     try:
         function(inputs, unit=unit, **params)

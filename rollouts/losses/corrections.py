@@ -13,6 +13,7 @@ Metrics (means over trained tokens, unless said otherwise; absent where the batc
                                  high: A > 0 (cispo: see there)
     approx_kl/mean               r − 1 − log r, r = exp(lp − old): how far the updates have moved the policy
     kl/ref                       lp − ref: the k1 estimate of KL(policy || reference)
+    kl/exact                     KL(reference || policy) over the vocabulary, with kl_estimator = "exact"
     mismatch_kl/mean|max         w − 1 − log w with w = q/mu, k3 of KL(engine || trainer); q is old if
                                  recomputed, else lp, which moves when a batch is trained on more than once
     mismatch/k1, mismatch/chi2   −log w, the k1 estimate of the same; w² − 1, chi-squared of q against mu
@@ -298,8 +299,9 @@ class Terms:
     importance_cap: float = 2.0
     # weights of CORRECTIONS, "token_tis(cap=2) * veto(floor=1e-4)" or a function; "": none
     correction: str | Correction = ""
-    kl_coef: float = 0.0  # of KL(policy || reference) in the loss
-    kl_estimator: str | KlEstimator = "k2"  # or "k3", module:function, a function; "k1" with kl_importance
+    kl_coef: float = 0.0  # of the KL between policy and reference, in the loss
+    # or "k3", module:function, a function; "k1" with kl_importance; "exact": LossInputs.exact_kl
+    kl_estimator: str | KlEstimator = "k2"
     # the estimate times exp(lp − what the loss's ratio is against, or mu), with gradient: unbiased off policy
     kl_importance: bool = False
     entropy_coef: float = 0.0  # of the entropy bonus; needs LossInputs.entropy with a gradient
@@ -363,8 +365,9 @@ def _finish(
     if weights is not None:
         if inputs.note_weights is not None:
             inputs.note_weights(weights)
-        # without a ratio, kl_importance has multiplied the KL term by exp(lp − mu) already
-        once = terms.kl_importance and against == "none"
+        # without a ratio, kl_importance has multiplied the KL term by exp(lp − mu) already; an exact KL is no
+        # expectation over sampled tokens
+        once = terms.kl_estimator == "exact" or (terms.kl_importance and against == "none")
         for name, part in parts.items():
             weighed = part if once and name == "loss/kl" else part * weights
             parts[name] = _drop(weighed, weights == 0, part, inputs)
@@ -394,6 +397,13 @@ def _drop(losses: Tensor, dropped: Tensor, unweighted: Tensor, inputs: LossInput
 
 def _compute_kl_terms(inputs: LossInputs, against: RatioAgainst, terms: Terms) -> Tensor:
     """[B, T]. Once the weight, if any, is multiplied on, tokens without a ratio against old count as mu's."""
+    if terms.kl_estimator == "exact":
+        if inputs.exact_kl is None or terms.kl_importance:
+            raise ConfigError(
+                "kl_estimator='exact' needs a reference beside a trainer on one rank (rl.kl_estimator, or a"
+                " backend's compare_with), and no kl_importance, which is about sampled tokens"
+            )
+        return terms.kl_coef * inputs.exact_kl
     sampler = None
     if terms.kl_importance:
         from_mu = against != "old" and inputs.rollout_log_probs is not None
@@ -457,6 +467,8 @@ def _measure_policies(inputs: LossInputs) -> dict[str, Tensor]:
         }
     if inputs.ref_log_probs is not None:
         values["kl/ref"] = log_probs - inputs.ref_log_probs
+    if inputs.exact_kl is not None:
+        values["kl/exact"] = inputs.exact_kl
     if inputs.entropy is not None:
         values["entropy/mean"] = inputs.entropy
     return values

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollouts.errors import ConfigError, PlugInError, require
-from rollouts.types import EffectiveShare, Max, Mean, Metric, Min, record
+from rollouts.types import EffectiveShare, Fields, Function, Max, Mean, Metric, Min, record
 
 
 @record
@@ -26,6 +26,7 @@ class LossInputs:
     log_probs: Tensor
     mask: Tensor  # bool: True where the token trains
     entropy: Tensor | None = None  # nats; with gradient only for a loss with an entropy_coef. None: no policy
+    exact_kl: Tensor | None = None  # nats, with gradient: KL(reference || policy) before the token
     advantages: Tensor | None = None
     old_log_probs: Tensor | None = None  # nats: the trainer's own, before the first update on the batch
     rollout_log_probs: Tensor | None = None  # nats: mu, of the distribution that the engine sampled from
@@ -66,9 +67,7 @@ LossFn = Callable[..., LossOutput]
 """Called as `loss(inputs, unit=spec.unit, **spec.params)`."""
 
 
-def find_function(
-    setting: str, name: str, known: Mapping[str, Callable[..., Any]], *, takes: str
-) -> Callable[..., Any]:
+def find_function(setting: str, name: str, known: Mapping[str, Function], *, takes: str) -> Function:
     """The function that `name`, a key of `known` or module:function, stands for. `takes` are its arguments in
     words.
 
@@ -139,7 +138,7 @@ def check_numbers(owner: str, **values: Any) -> None:
             require(value < values[upper], rule)
 
 
-def bind_numbers(owner: str, signature: inspect.Signature, *values: Any, **params: Any) -> dict[str, Any]:
+def bind_numbers(owner: str, signature: inspect.Signature, *values: Any, **params: Any) -> Fields:
     """The arguments of a loss by name, with its defaults. Raises ConfigError as check_numbers, TypeError for
     an argument that the loss does not take.
     """
@@ -150,7 +149,7 @@ def bind_numbers(owner: str, signature: inspect.Signature, *values: Any, **param
 
 
 def clear_masked(inputs: LossInputs) -> LossInputs:
-    """The same inputs with 0 outside the mask, all but log_probs and entropy detached.
+    """The same inputs with 0 outside the mask, all but log_probs, entropy and exact_kl detached.
 
     Must run before any arithmetic: a NaN times a mask of 0 is NaN, and so is its gradient. Raises ValueError
     if a field is not of the mask's shape.
@@ -162,7 +161,7 @@ def clear_masked(inputs: LossInputs) -> LossInputs:
                 f"LossInputs.{name} has shape {tuple(values.shape)}; it must be that of the mask,"
                 f" {tuple(inputs.mask.shape)}"
             )
-        kept = values if name in ("log_probs", "entropy") else values.detach()
+        kept = values if name in ("log_probs", "entropy", "exact_kl") else values.detach()
         return torch.where(inputs.mask, kept, 0.0)
 
     named = {one.name: getattr(inputs, one.name) for one in fields(inputs) if one.name != "mask"}

@@ -13,7 +13,9 @@ computed but meaningless: mask after. A NaN stays in its own position.
 
 Where tokens were sampled by another policy, or to have the right gradient from any of them, the estimate is
 multiplied by the ratio policy / sampler with the gradient going through both (2512.02556): see
-compute_kl_penalty. Where the logits of both models are at hand, compute_exact_kl needs no sample.
+compute_kl_penalty. Where the logits of both models are at hand, compute_exact_kl needs no sample. A backend
+that has the reference gives KL(reference || policy) itself for kl_estimator = "exact": its gradient by the
+policy's logits is p_policy − p_reference, what that of k3 is on average.
 """
 
 from collections.abc import Callable

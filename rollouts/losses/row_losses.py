@@ -32,7 +32,7 @@ from rollouts.losses.preference_losses import (
     resolve_preference_loss,
 )
 from rollouts.losses.reward_model_losses import bradley_terry_loss, compute_pair_calibration
-from rollouts.types import LossParams, Mean, Metric, metric_values
+from rollouts.types import LossParams, Mean, Metric, Numbers, metric_values
 
 Values = NDArray[np.float64]  # [B] or [P]
 
@@ -138,7 +138,7 @@ def make_regression_loss(mean: float, std: float) -> RowLoss:
     return loss
 
 
-def measure_regression(scores: Values, *, targets: Values) -> dict[str, float]:
+def measure_regression(scores: Values, *, targets: Values) -> Numbers:
     """`mse` and, where both vary, Pearson's `correlation` of scores [B] with their targets [B]. Raises
     ModelError for a score that is not finite.
     """
@@ -150,7 +150,7 @@ def measure_regression(scores: Values, *, targets: Values) -> dict[str, float]:
     return found
 
 
-def measure_calibration(scores: Values) -> dict[str, float]:
+def measure_calibration(scores: Values) -> Numbers:
     """Accuracy, expected calibration error (`ece`), `brier` score and `nll` of compute_pair_calibration, from
     scores [2P].
 

@@ -7,10 +7,12 @@ from statistics import fmean
 
 import trio
 
+from rollouts.types import Numbers
+
 LOOK_S = 1.0  # between two looks
 
 
-def read_gpus() -> dict[str, float]:
+def read_gpus() -> Numbers:
     """Use and memory of each GPU that this process may see, in the order of CUDA_VISIBLE_DEVICES, by metric.
     Empty without the package, the driver or a GPU, or where that variable has no numbers. May block.
     """
@@ -29,7 +31,7 @@ def read_gpus() -> dict[str, float]:
 
 
 @asynccontextmanager
-async def open_gpu_watch() -> AsyncIterator[Callable[[], dict[str, float]]]:
+async def open_gpu_watch() -> AsyncIterator[Callable[[], Numbers]]:
     """A function that gives the mean use and memory of each GPU since it was called last. Looks in a thread
     of its own, until there is nothing to be seen.
     """
@@ -41,7 +43,7 @@ async def open_gpu_watch() -> AsyncIterator[Callable[[], dict[str, float]]]:
                 seen.setdefault(name, []).append(value)
             await trio.sleep(LOOK_S)
 
-    def take() -> dict[str, float]:
+    def take() -> Numbers:
         taken = {name: fmean(values) for name, values in seen.items()}
         seen.clear()
         return taken

@@ -7,22 +7,25 @@ of a file, and of what was done again the newest attempt.
 A row is one line. Only the last line of the last part can be torn: its writer was killed, or is writing it;
 readers leave it out and say so. A part is flushed to the device before the next is begun.
 
-A file is never renamed. It is cut in two cases only: a torn last line is repaired by the next attempt when it
-opens the file, and what a refused write has left is cut off before the next.
+A file is never renamed, and where parts are limited the oldest go. It is cut in two cases only: a torn last
+line is repaired by the next attempt when it opens the file, and what a refused write has left is cut off
+before the next.
 """
 
 import json
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from rollouts.errors import RunDirError, StorageError
+from rollouts.errors import RecordLost, RunDirError, StorageError
+from rollouts.protocols import Say
 from rollouts.run_dir import RunDir, list_parts, parse_part, part_path
 
 LINE_BYTES = 1 << 16  # of a row, at most, where a file has lost its end
@@ -34,7 +37,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 def parse_row(line: bytes) -> Row | None:
-    """The JSON object on a line, None if there is none.
+    """The JSON object on a line; None if there is none, or its stage, step or attempt is none.
 
     The standard library's parser is asked where msgspec's refuses: it takes NaN and half surrogates, which
     other writers' JSON may hold.
@@ -42,7 +45,10 @@ def parse_row(line: bytes) -> Row | None:
     for parse in (_decode, json.loads):
         with suppress(ValueError, RecursionError):
             row = parse(line)
-            return row if isinstance(row, dict) else None
+            if not isinstance(row, dict) or not isinstance(row.get("stage", ""), str):
+                return None
+            counts = row.get("step"), row.get("attempt")
+            return row if all(isinstance(one, int | None) for one in counts) else None
     return None
 
 
@@ -51,7 +57,7 @@ def read_rows(path: Path) -> list[Row]:
     return list(iterate_rows(path, report=lambda text: None))
 
 
-def iterate_rows(path: Path, *, report: Callable[[str], object]) -> Iterator[Row]:
+def iterate_rows(path: Path, *, report: Say) -> Iterator[Row]:
     """The rows of all parts of a .jsonl file, one by one, none if it is missing. A torn last line, as a
     running or killed writer leaves, is left out.
 
@@ -155,13 +161,13 @@ def next_attempt(run_dir: RunDir) -> int:
 
 def read_last_attempt(path: Path) -> int:
     """The attempt of the last whole row of a .jsonl file, 0 if there is none: attempts never decrease in a
-    file, and long ones are slow to read.
+    file, and long ones are slow to read. Raises StorageError for what cannot be read.
     """
-    for part in reversed(list_parts(path)):
-        for line in read_backwards(part):
-            if (row := parse_row(line)) is not None:
-                return row.get("attempt") or 0
-    return 0
+    try:
+        lines = chain.from_iterable(map(read_backwards, reversed(list_parts(path))))
+        return next((row.get("attempt") or 0 for row in map(parse_row, lines) if row is not None), 0)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read ({error}); restore it, or move it away") from error
 
 
 def read_backwards(path: Path) -> Iterator[bytes]:
@@ -207,6 +213,16 @@ class AppendedFile:
             raise
         self.end += written
 
+    def is_kept(self) -> bool:
+        """Whether the path still names this file, with all that was written to it."""
+        try:
+            found = self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # a disk that does not answer says nothing
+            return True
+        return found.st_size >= self.end and os.path.samestat(found, os.fstat(self.descriptor))
+
     def close(self) -> None:
         """Flushes the file to the device and closes it. Raises OSError, closed all the same."""
         try:
@@ -221,12 +237,19 @@ class RecordFile:
     time, off the event loop.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keep: int = 0) -> None:
         """Makes the last part end in a whole line: cuts a torn one off, but gives a last row that is whole
-        the newline that it lacks. Raises OSError.
+        the newline that it lacks. keep: parts that stay when another is begun; 0: all. Raises OSError.
         """
-        self._path, self._part = path, None  # the last part, once it is written to
+        self._path, self._keep = path, keep
         self._waiting = b""  # what the disk refused
+        self.lost = ""  # what happened, once somebody has taken rows away
+        self._repair()
+        parts = list_parts(path)  # opened at once: from now on it is noticed if it vanishes
+        self._part = AppendedFile(parts[-1]) if parts else None
+
+    def _repair(self) -> None:
+        path = self._path
         for part in list_parts(path)[-1:]:
             last = next(read_backwards(part), b"\n")
             if last.endswith(b"\n"):
@@ -257,10 +280,13 @@ class RecordFile:
 
     def close(self) -> None:
         """Writes what waits, flushes the file to the device and closes it. Raises StorageError if the disk
-        still refuses: rows are lost.
+        still refuses: rows are lost. Raises RecordLost where rows were taken away.
         """
         try:
             self._write_waiting()
+            self._look()
+            if self.lost:
+                raise RecordLost(self.lost)
         finally:
             if self._part:
                 self._part.close()
@@ -277,12 +303,27 @@ class RecordFile:
                 " another disk"
             ) from error
 
+    def _look(self) -> None:
+        """Another file in place of one that is not what was written."""
+        if self._part and not self._part.is_kept():
+            lost, self._part = self._part, None
+            self.lost = (
+                f"{lost.path} was deleted, moved or cut by someone else; what follows is in a file of that"
+                " name, to be put behind what is left of the old one"
+            )
+            lost.close()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._repair()
+
     def _choose_part(self) -> AppendedFile:
         """The last part, or another where that is full and on the device."""
+        self._look()
         part = self._part = self._part or AppendedFile((list_parts(self._path) or [self._path])[-1])
         if part.end >= PART_BYTES and self._path.suffix == ".jsonl":
             self._part = None  # opened again if what follows is refused
             part.close()
             number = parse_part(self._path, part.path.name) or 0
             part = self._part = AppendedFile(part_path(self._path, number + 1), os.O_EXCL)
+            for old in list_parts(self._path)[: -self._keep] if self._keep else ():
+                old.unlink()
         return part

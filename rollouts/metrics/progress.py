@@ -3,11 +3,13 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+
+from rollouts.types import Numbers
 
 LINE_S = 5.0  # between two plain lines
 SHOWN = (  # label, metrics of which the first present is shown, format
@@ -19,7 +21,7 @@ SHOWN = (  # label, metrics of which the first present is shown, format
 )
 
 
-Progress = Callable[[str, int, Mapping[str, float]], None]
+Progress = Callable[[str, int, Numbers], None]
 """Shows a completed step: its stage, number and metrics."""
 
 
@@ -36,7 +38,7 @@ def open_progress(console: Console, total_steps: Mapping[str, int]) -> Iterator[
     shown = {}  # by stage: text by label
     last_line_s = -math.inf
 
-    def show(stage: str, step: int, metrics: Mapping[str, float]) -> None:
+    def show(stage: str, step: int, metrics: Numbers) -> None:
         nonlocal last_line_s
         now, total = time.monotonic(), total_steps[stage]
         first_step, first_time = began.setdefault(stage, (step, now))
@@ -61,8 +63,14 @@ def open_progress(console: Console, total_steps: Mapping[str, int]) -> Iterator[
                 line = "  ".join([f"{stage} {texts['step']}", *words])
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    with live or nullcontext():
+    if live is not None:
+        live.start()
+    try:
         yield show
+    finally:
+        with suppress(OSError, ValueError, SystemExit):  # as above
+            if live is not None:
+                live.stop()
 
 
 def format_duration(seconds: float) -> str:

@@ -10,10 +10,9 @@ import msgspec
 import numpy as np
 
 from rollouts.errors import MetricError
-from rollouts.types import JSONValue, Sample, encode_json
+from rollouts.messages import drop_none
+from rollouts.types import Fields, JSONValue, Numbers, Sample, encode_json
 
-Fields = Mapping[str, Any]  # of a row, by name
-Metrics = Mapping[str, float]  # by name
 SCHEMA = 1  # raised when a field changes its meaning; new fields and metrics do not raise it
 # clip_ratio is the share itself, above its parts clip_ratio/low and clip_ratio/high
 METRIC_NAME = re.compile(r"clip_ratio|[a-z][a-z0-9_]*(/[a-z0-9_]+(@[0-9]+)?){1,4}")
@@ -38,7 +37,7 @@ def check_metric(name: str, value: object) -> float:
     )
 
 
-def make_head(stage: str, step: int, policy_version: int, attempt: int, time_unix: float) -> dict[str, Any]:
+def make_head(stage: str, step: int, policy_version: int, attempt: int, time_unix: float) -> Fields:
     """The fields that every row of every file begins with."""
     assert stage and step >= 0 and attempt >= 1, (stage, step, attempt)
     return {
@@ -51,7 +50,7 @@ def make_head(stage: str, step: int, policy_version: int, attempt: int, time_uni
     }
 
 
-def make_row(head: Fields, metrics: Metrics) -> dict[str, Any]:
+def make_row(head: Fields, metrics: Numbers) -> Fields:
     """One row: the head, with `name` for an evaluation, then the metrics, flat and in the order given (their
     slash keeps them apart from fields).
 
@@ -132,7 +131,7 @@ def encode_sample_rows(head: Fields, samples: Sequence[Sample]) -> bytes:
     return lines or encode_rows(rows)
 
 
-def make_sample_row(sample: Sample) -> dict[str, Any]:
+def make_sample_row(sample: Sample) -> Fields:
     """The row without a head, of any length."""
     versions = sample.weight_versions[sample.loss_mask]
     row = {
@@ -147,7 +146,7 @@ def make_sample_row(sample: Sample) -> dict[str, Any]:
         "prompt": sample.prompt,
         "response": sample.response,
     }
-    row = {name: value for name, value in row.items() if value is not None}
+    row = drop_none(row)
     metadata = dict(sample.metadata)
     if "trajectory" in metadata:
         row |= {name: metadata.pop(name) for name in WHOLE if name in metadata}
@@ -160,7 +159,7 @@ def make_sample_row(sample: Sample) -> dict[str, Any]:
     return row
 
 
-def cut_sample_row(row: dict[str, Any]) -> None:
+def cut_sample_row(row: Fields) -> None:
     """Leaves out what does not fit, and counts it."""
     texts = dict.fromkeys(("prompt", "response", *WHOLE), "")
     if len(encode_row({**row, **texts})) <= ROW_BYTES:

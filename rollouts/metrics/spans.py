@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from rollouts.messages import drop_none
+
 PHASE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 # tracks; the others are called as their engines
 TRAINER, REWARDS, CHECKPOINTS = "trainer", "rewards", "checkpoints"
@@ -37,7 +39,7 @@ class Span(NamedTuple):
     def fields(self) -> dict[str, Any]:
         """What its row says after the head; times to the microsecond."""
         times = {"start_unix": round(self.start_unix, 6), "duration_s": round(self.duration_s, 6)}
-        return {name: value for name, value in (self._asdict() | times).items() if value is not None}
+        return drop_none(self._asdict() | times)
 
 
 class PhaseTimer:
@@ -105,10 +107,12 @@ class SpanRecorder:
             seconds = time.perf_counter() - start
             self.add(name, track, seconds, seconds)
 
-    def keep(self, ids: Iterable[str]) -> None:
-        """The spans of these samples are given out by the next take()."""
+    def keep(self, ids: Iterable[str], rest: Iterable[str] = ()) -> None:
+        """The spans of these samples are given out by the next take(); those of the `rest` are dropped."""
         for id_ in ids:
             self.spans.extend(self._of_samples.pop(id_, ()))
+        for id_ in rest:
+            self._of_samples.pop(id_, None)
 
     def take(self) -> list[Span]:
         """What was recorded since the last call, of samples only what was kept."""

@@ -31,11 +31,20 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from rollouts.errors import RecordError
+from rollouts.messages import drop_none
 from rollouts.metric_kinds import metric_values
 from rollouts.metrics.jsonl import AppendedFile
-from rollouts.metrics.record import Fields, encode_rows
+from rollouts.metrics.record import encode_rows
 from rollouts.run_dir import RunDir
-from rollouts.types import LOSS_FIELDS, FloatArray, ForwardBackwardResult, OptimStepResult, RolloutBatch
+from rollouts.types import (
+    LOSS_FIELDS,
+    Fields,
+    FloatArray,
+    FloatRows,
+    ForwardBackwardResult,
+    OptimStepResult,
+    RolloutBatch,
+)
 
 Array = NDArray[Any]
 SHARD_BYTES = 64 << 20
@@ -46,6 +55,9 @@ BLOCK_BYTES_MAX = 1 << 30  # more is damage: a row of thirty million tokens
 TYPES = {"tokens": "<i4", "mask": "|u1", "version": "<i4"}  # of columns; the others are <f4
 
 
+TIME_FORM = "%Y-%m-%dT%H:%M:%SZ"  # of updates.log
+
+
 class UpdateRecord(NamedTuple):
     """One optimizer update, as the record is told of it."""
 
@@ -53,7 +65,7 @@ class UpdateRecord(NamedTuple):
     batch: RolloutBatch  # what it was made of
     forward: ForwardBackwardResult
     optim: OptimStepResult
-    kl_coef: float | None = None  # β of the KL term; None where no reference was asked
+    kl_coef: float | None = None  # β of the KL term; None where there is none
     part: str = ""  # what was updated, where a stage trains more than the policy: "critic"
     contributes: bool = False  # its rows go to contributions.jsonl: those of a policy, with advantages
 
@@ -88,13 +100,13 @@ def collect_columns(update: UpdateRecord) -> dict[str, Sequence[Array]]:
         "turn_reward": batch.turn_rewards,
         **{name: getattr(batch, field) for name, field in LOSS_FIELDS.items()},
     }
-    return {name: values for name, values in columns.items() if values is not None}
+    return drop_none(columns)
 
 
 # --- reading ------------------------------------------------------------------------------------------------
 
 
-def read_token_arrays(run_dir: RunDir, row: Mapping[str, Any]) -> Mapping[str, Array]:
+def read_token_arrays(run_dir: RunDir, row: Fields) -> Mapping[str, Array]:
     """The per-token arrays [T] of a row of contributions.jsonl, by column: docs/run_directory.md lists them.
 
     Raises RecordError where none were kept, where the shard was removed to make room, and where it is
@@ -221,9 +233,8 @@ def encode_contributions(head: Fields, update: UpdateRecord, places: Mapping[str
     """The rows of the update as lines, in the order of the batch; none of an update that has none.
 
     `places`: columns that say where the arrays of every row lie, as TokenShards has them, or empty where no
-    arrays are kept. Advantages and weights are 0 where the mask is
-    0. Shares of an update that changed nothing are 0; where a backend gives no per-token arrays they are
-    absent. See docs/run_directory.md.
+    arrays are kept. Shares of an update that changed nothing are 0; where a backend gives no per-token arrays
+    they are absent. See docs/run_directory.md.
 
     Raises MetricError for a reward that is not finite.
     """
@@ -241,10 +252,8 @@ def encode_contributions(head: Fields, update: UpdateRecord, places: Mapping[str
         # 0 for all where no slope is, or one is not finite: such an update changes nothing
         shares = sums / total if 0 < total < math.inf else np.zeros(len(batch))
     if batch.rewards is not None:  # with the digits of samples.jsonl where they are the samples' own
-        own = [sample.reward for sample in batch.samples]
-        rewards = (
-            own if np.array_equal(np.asarray(own, np.float32), batch.rewards) else batch.rewards.tolist()
-        )
+        own, trained = [sample.reward for sample in batch.samples], batch.rewards
+        rewards = own if np.array_equal(np.asarray(own, np.float32), trained) else trained.tolist()
     assert batch.group_indices is not None, "a policy trains on groups"
     columns = {
         "id": [sample.id for sample in batch.samples] or repeat(None),
@@ -255,6 +264,8 @@ def encode_contributions(head: Fields, update: UpdateRecord, places: Mapping[str
         "share": _list_finite(shares),
         "tokens": batch.response_lengths.tolist(),
         "reward": rewards,
+        "rewards": [dict(sample.rewards) or None for sample in batch.samples] or repeat(None),
+        "kl": _list_finite(_measure_kls(batch, traced.kls if traced else ())),
         **places,
     }
     shared = {
@@ -262,18 +273,26 @@ def encode_contributions(head: Fields, update: UpdateRecord, places: Mapping[str
         "update": update.update,
         "loss": forward.loss,
         "denominator": forward.denominator,
+        "kl_coef": update.kl_coef,
+        "lr": update.optim.lr,
+        "grad_norm": update.optim.grad_norm,
+        "clipped": update.optim.clipped,
         "skipped": skipped,
     }
     return encode_rows(
         [
-            {
-                name: value
-                for name, value in (shared | dict(zip(columns, values, strict=True))).items()
-                if value is not None
-            }
+            drop_none(shared | dict(zip(columns, values, strict=True)))
             for values in zip(*columns.values(), strict=False)
         ]
     )
+
+
+def _measure_kls(batch: RolloutBatch, exact: FloatRows) -> NDArray[np.float64] | None:
+    """[B] the KL of each row to the reference, exact or by k1, nats; None without a reference."""
+    if exact:
+        return _sum_rows(exact)
+    own, others = batch.old_log_probs or batch.rollout_log_probs, batch.ref_log_probs
+    return _sum_rows(list(map(np.subtract, own, others))) if own and others else None
 
 
 def _sum_rows(rows: Sequence[FloatArray]) -> NDArray[np.float64]:
@@ -311,7 +330,7 @@ def format_update(head: Fields, update: UpdateRecord) -> str:
         return "-" if value is None else format(value, form)
 
     return (
-        f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(head['time_unix']))}"
+        f"{time.strftime(TIME_FORM, time.gmtime(head['time_unix']))}"
         f"  attempt {head['attempt']:<2d}  {head['stage'] + ('.' + update.part if update.part else ''):<12s}"
         f"  step {head['step']:>6d}  update {update.update:>3d}  version {head['policy_version'] + 1:>6d}"
         f"  loss {show(forward.loss, '+.6e'):>13s}  kl {show(metrics.get('kl/ref'), '+.3e'):>10s}"

@@ -18,16 +18,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import trio
 
 from rollouts.crash_points import reach
+from rollouts.errors import RecordLost, RunDirError
 from rollouts.metrics.jsonl import RecordFile
 from rollouts.metrics.progress import Progress
 from rollouts.metrics.record import (
-    Fields,
-    Metrics,
     encode_rows,
     encode_sample_rows,
     make_head,
@@ -35,9 +33,15 @@ from rollouts.metrics.record import (
     select_evenly,
 )
 from rollouts.metrics.spans import Span, SpanRecorder
-from rollouts.metrics.token_shards import TokenShards, UpdateRecord, encode_contributions, format_update
+from rollouts.metrics.token_shards import (
+    TIME_FORM,
+    TokenShards,
+    UpdateRecord,
+    encode_contributions,
+    format_update,
+)
 from rollouts.run_dir import RunDir
-from rollouts.types import Sample, split_trajectories
+from rollouts.types import Fields, Numbers, Sample, split_trajectories
 
 
 @dataclass(kw_only=True)
@@ -49,7 +53,7 @@ class JsonlLogger:
     progress: Progress
     shards: TokenShards
     files: dict[str, RecordFile]  # by the stem of their name
-    measure: Callable[[], Metrics]  # what is measured beside the steps, since the last row
+    measure: Callable[[], Numbers]  # what is measured beside the steps, since the last row
     turn: trio.CapacityLimiter  # its queue is first come, first served
     # of what goes on beside the loops: the row of each step has it, of samples those that are logged
     recorder: SpanRecorder = field(default_factory=SpanRecorder)
@@ -59,7 +63,7 @@ class JsonlLogger:
         stage: str,
         step: int,
         policy_version: int,
-        metrics: Metrics,
+        metrics: Numbers,
         *,
         updates: Sequence[UpdateRecord] = (),
         spans: Sequence[Span] = (),
@@ -96,14 +100,14 @@ class JsonlLogger:
         trajectories = split_trajectories(samples)
         places = select_evenly(len(trajectories), self.samples_per_step)
         chosen = [sample for place in places for sample in trajectories[place]]
-        self.recorder.keep(sample.id for sample in chosen)
+        self.recorder.keep((sample.id for sample in chosen), rest=(sample.id for sample in samples))
         head = self._head(stage, step, policy_version)
         reach("metrics.before_samples")
         await self._append(lambda: self.files["samples"].append(encode_sample_rows(head, chosen)))
         reach("metrics.after_samples")
 
     async def log_evaluation(
-        self, stage: str, step: int, policy_version: int, name: str, metrics: Metrics
+        self, stage: str, step: int, policy_version: int, name: str, metrics: Numbers
     ) -> None:
         """Appends the row of an evaluation called `name`. Raises MetricError like log_step."""
         row = make_row({**self._head(stage, step, policy_version), "name": name}, metrics)
@@ -111,12 +115,23 @@ class JsonlLogger:
         await self._append(lambda: self.files["evaluations"].append(encode_rows([row])))
         reach("metrics.after_evaluation")
 
+    async def log_words(self, stage: str, step: int, words: str) -> None:
+        """Appends a line to updates.log, of what is no update."""
+        line = f"{time.strftime(TIME_FORM, time.gmtime())}  {stage} step {step}: {words}\n"
+        await self._append(lambda: self.files["updates"].append(line.encode()))
+
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
         """Appends a row for each span."""
         head = self._head(stage, step, policy_version)
         await self._append(lambda: self._append_spans(head, spans))
 
-    def _head(self, stage: str, step: int, policy_version: int) -> dict[str, Any]:
+    def check_kept(self) -> None:
+        """Raises RecordLost where somebody has taken rows away."""
+        for file in self.files.values():
+            if file.lost:
+                raise RecordLost(file.lost)
+
+    def _head(self, stage: str, step: int, policy_version: int) -> Fields:
         return make_head(stage, step, policy_version, self.attempt, time.time())
 
     async def _append(self, write: Callable[[], None]) -> None:
@@ -139,13 +154,15 @@ async def open_jsonl_logger(
     attempt: int,
     samples_per_step: int,
     token_arrays_bytes: int = 0,
+    keep_parts: int = 0,
     progress: Progress = lambda stage, step, metrics: None,
-    measure: Callable[[], Metrics] = dict,
+    measure: Callable[[], Numbers] = dict,
 ) -> AsyncIterator[JsonlLogger]:
     """A logger on the files of `run_dir`, made if missing and repaired if torn; flushed to the device on the
     way out.
 
-    token_arrays_bytes: of per-token arrays that are kept, 0 for none. measure: called once a step, gives
+    token_arrays_bytes: of per-token arrays that are kept, 0 for none. keep_parts: of samples, contributions
+    and spans, 0 for all. measure: called once a step, gives
     metrics that are added to its row.
     """
     logger = JsonlLogger(
@@ -160,7 +177,7 @@ async def open_jsonl_logger(
     closing = ExitStack()
 
     def open_all() -> None:
-        logger.files = open_files(run_dir)
+        logger.files = open_files(run_dir, keep_parts=keep_parts)
         for file in (*logger.files.values(), logger.shards):
             closing.callback(file.close)
 
@@ -171,11 +188,20 @@ async def open_jsonl_logger(
         await logger.take_turn(closing.close)
 
 
-def open_files(run_dir: RunDir) -> dict[str, RecordFile]:
+def open_files(run_dir: RunDir, *, keep_parts: int = 0) -> dict[str, RecordFile]:
     """The files of a run by the stem of their name; the first three are made at once, the others with their
-    first row. Raises OSError where the directory or a file cannot be made.
+    first row. Raises RunDirError where the directory or a file cannot be made or written.
     """
-    run_dir.root.mkdir(parents=True, exist_ok=True)
-    for path in run_dir.row_files[:3]:
-        path.touch()
-    return {path.stem: RecordFile(path) for path in (*run_dir.row_files, run_dir.updates_log)}
+    large = run_dir.samples, run_dir.contributions, run_dir.spans
+    try:
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+        for path in run_dir.row_files[:3]:
+            path.touch()
+        return {
+            path.stem: RecordFile(path, keep=keep_parts * (path in large))
+            for path in (*run_dir.row_files, run_dir.updates_log)
+        }
+    except OSError as error:
+        raise RunDirError(
+            f"the record cannot be written ({error}); mend that, or name another directory with --output.dir"
+        ) from error

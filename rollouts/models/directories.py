@@ -23,12 +23,13 @@ from safetensors import SafetensorError, safe_open
 
 from rollouts.errors import ModelError
 from rollouts.run_dir import fsync_path
+from rollouts.types import Fields, Texts
 
 # --- transformers without its noise -------------------------------------------------------------------------
 
 
 # of each call of transformers: nothing from a hub, no code from a directory
-LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+LOCAL: Fields = {"local_files_only": True, "trust_remote_code": False}
 # what transformers and the hub raise on directories and names that they cannot use
 LOAD_ERRORS = (
     OSError, ValueError, LookupError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError,
@@ -124,12 +125,22 @@ def check_model_directory(path: Path) -> None:
         raise ModelError(f"model directory {path} {problem}")
 
 
+def read_json(path: Path) -> Any:
+    """What the file says. Raises OSError or ValueError if it cannot be read."""
+    return json.loads(path.read_text("utf-8"))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes the file, for a person to read too."""
+    path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+
+
 def read_shard_names(path: Path) -> list[str]:
     """Sorted file names of the shards in the directory's weight index. Raises ModelError if the index cannot
     be read, or names a file elsewhere.
     """
     with naming_errors(f"{path / WEIGHT_INDEX} cannot be read"):
-        weight_map = json.loads((path / WEIGHT_INDEX).read_text("utf-8"))["weight_map"]
+        weight_map = read_json(path / WEIGHT_INDEX)["weight_map"]
         names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if Path(name).name != name:
@@ -165,7 +176,7 @@ def list_tensors(path: Path) -> list[FileTensor]:
     return found
 
 
-def compute_model_digests(path: Path) -> dict[str, str]:
+def compute_model_digests(path: Path) -> Texts:
     """ "SIZE:SHA-256" of each file from which a model is made, by name: the config, and the weights that are
     loaded. A missing file has none.
 
@@ -243,7 +254,7 @@ def has_own_scalar_head(path: Path) -> bool:
     return found in config["architectures"]
 
 
-def find_class(path: Path, head: ModelHead) -> tuple[str, dict[str, Any]]:
+def find_class(path: Path, head: ModelHead) -> tuple[str, Fields]:
     """Name of transformers' class for the model in a directory with that head, and its config.json, with a
     list of architectures: all that is read.
 
@@ -253,7 +264,7 @@ def find_class(path: Path, head: ModelHead) -> tuple[str, dict[str, Any]]:
     from transformers.models.auto import modeling_auto
 
     with naming_errors(f"{path / 'config.json'} cannot be read"):
-        config = json.loads((path / "config.json").read_text("utf-8"))
+        config = read_json(path / "config.json")
         written = config["architectures"] = [str(name) for name in config.get("architectures") or []]
     kind, packed = str(config.get("model_type")), config.get("quantization_config")
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "")

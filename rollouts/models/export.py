@@ -8,12 +8,10 @@ or by the ranks of a job together, each some of the tensors.
 Nothing here communicates.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,11 +20,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rollouts.errors import ModelError, StorageError
-from rollouts.models.directories import WEIGHT_INDEX, WHOLE_FILE, is_adapter, quiet_transformers
+from rollouts.models.directories import WEIGHT_INDEX, WHOLE_FILE, is_adapter, quiet_transformers, write_json
 from rollouts.models.lora import WEIGHTS_FILE, Adapter, Trained, list_trained, write_adapter_config
 from rollouts.models.sharded import list_weights
 from rollouts.protocols import Bucket
 from rollouts.run_dir import fsync_path
+from rollouts.types import Texts, live
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,9 +37,9 @@ PART = "model-of-rank-"  # and the rank: what the names of its files begin with
 
 
 def save_hf_model(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     path: Path,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     *,
     weights: Iterable[tuple[str, Tensor]] | None = None,
     dtype: torch.dtype | None = None,
@@ -68,9 +67,14 @@ def save_hf_model(
     name_shards(path, writer.shards)
 
 
+def copy_bucket(bucket: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Copies on the CPU, by the same names."""
+    return [(name, one.to("cpu", copy=True)) for name, one in bucket]
+
+
 def name_shards(
     path: Path, shards: Sequence[tuple[str, Sequence[str]]], *, always_index: bool = False
-) -> dict[str, str]:
+) -> Texts:
     """Gives complete shards (file, names of its tensors) their final names and, if they are several, an
     index. New names by old ones.
 
@@ -88,14 +92,14 @@ def name_shards(
         weight_map = dict(sorted((name, renamed[file]) for file, names in shards for name in names))
         total = sum((path / file).stat().st_size for file in renamed.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (path / WEIGHT_INDEX).write_text(json.dumps(index, indent=1) + "\n", "utf-8")
+        write_json(path / WEIGHT_INDEX, index)
     return renamed
 
 
 def write_description(
     trained: Trained,
     path: Path,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     dtype: torch.dtype | None = None,
 ) -> None:
     """All of a model directory but its weights: config.json, saying class and dtype as saved models do,
@@ -118,14 +122,14 @@ def write_description(
 # --- shards -------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@live
 class ShardWriter:
     """Writes safetensors files of at most `shard_bytes` of tensors (a larger tensor alone), called
     {prefix}-00001.safetensors and so on. `on_shard` is called with each file that is complete.
     """
 
     folder: Path
-    names: FileNames
+    names: "FileNames"
     dtype: torch.dtype | None = None
     shard_bytes: int = SHARD_BYTES
     on_shard: Callable[[Path], object] = lambda _: None
@@ -133,7 +137,7 @@ class ShardWriter:
     # complete: file name, names of its tensors
     shards: list[tuple[str, list[str]]] = field(default_factory=list)
     # one of each dtype, so that every tensor is aligned to its elements
-    _open: dict[torch.dtype, TensorFile] = field(default_factory=dict)
+    _open: "dict[torch.dtype, TensorFile]" = field(default_factory=dict)
 
     def take(self, bucket: Bucket) -> None:
         """Writes the bucket. Raises OSError, ModelError."""
@@ -188,7 +192,7 @@ class Deal(NamedTuple):
 
     # of each rank, as the model holds them: sharded or whole
     parameters: Sequence[Bucket]
-    names: FileNames  # of the one rank's part
+    names: "FileNames"  # of the one rank's part
     nbytes: int  # of the one rank's part, whole
 
 
@@ -213,7 +217,7 @@ def deal_weights(trained: Trained, rank: int, ranks: int) -> Deal:
     return Deal(held, names, loads[rank])
 
 
-def open_part(path: Path, names: FileNames, rank: int) -> ShardWriter:
+def open_part(path: Path, names: "FileNames", rank: int) -> ShardWriter:
     """A writer of one rank's part of the weights, which `names` expects.
 
     Its files are synced where rank 0 will not do it: another machine's memory may hold the bytes back.
@@ -308,7 +312,7 @@ class FileNames:
             )
 
 
-def find_units(model: PreTrainedModel, in_files: dict[str, str]) -> list[tuple[str, ...]]:
+def find_units(model: "PreTrainedModel", in_files: Texts) -> list[tuple[str, ...]]:
     """The model's names (keys of `in_files`: what files call them, but for conversions), those together that
     become one tensor of the model's files; nearly all are alone.
 

@@ -14,8 +14,6 @@ the probe; chunks, compression, positions that change with the length and expert
 forbid.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re
@@ -29,8 +27,8 @@ from torch import Tensor
 
 from rollouts.data.packing import MicroBatch, make_micro_batches
 from rollouts.errors import ModelError
-from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs, widen
-from rollouts.models.devices import find_device
+from rollouts.losses.logprobs import LinearLogProbs, LinearScores, linear_logprobs, widen
+from rollouts.models.devices import autocast, find_device
 from rollouts.models.directories import describe_error, quiet_transformers
 from rollouts.models.layers import HEAD, evaluation_mode, has_scalar_head, make_probing_directions, run_twice
 from rollouts.models.limits import RotaryLimit, find_rotary_limit
@@ -79,7 +77,7 @@ class ForwardPlan(NamedTuple):
         return "single"
 
 
-def plan_plainly(model: PreTrainedModel) -> ForwardPlan:
+def plan_plainly(model: "PreTrainedModel") -> ForwardPlan:
     """No shortcut but padding: exact for every causal model, without trying anything out; B·T·V logits."""
     return ForwardPlan(
         head="scalar" if has_scalar_head(model) else "whole",
@@ -95,19 +93,24 @@ class TokenOutputs(NamedTuple):
 
     log_probs: Tensor  # with gradient, if grad mode is on: nats; of a scalar head its value at the predictor
     entropy: Tensor | None  # nats, of the distribution at the predictor; None of a scalar head
+    exact_kl: Tensor | None = None  # nats: KL(reference || model) there, with gradient; None: not asked for
+    states: Any = None  # the same of compute_micro_batch_states, [N, …], without gradient
 
 
 def compute_micro_batch_outputs(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     micro_batch: MicroBatch,
     *,
     plan: ForwardPlan,
     temperature: float,
     autocast_dtype: torch.dtype | None = None,
     entropy_gradient: bool = False,
+    reference: "PreTrainedModel | None" = None,
 ) -> TokenOutputs:
     """Log-probs and entropy (with gradient, if it is asked for) of the N pairs under softmax(logits /
-    temperature); or the values of a scalar head, which the temperature does not concern.
+    temperature); or the values of a scalar head, which the temperature does not concern. With a frozen
+    `reference`, for which the plan must hold too and which runs as the model does: the exact KL from it, for
+    a linear head.
     """
     states = compute_micro_batch_states(model, micro_batch, plan=plan, autocast_dtype=autocast_dtype)
     if plan.head == "scalar":
@@ -121,15 +124,20 @@ def compute_micro_batch_outputs(
         # the last norm gives float32, which an accelerator multiplies ten times slower
         states = states.to(autocast_dtype)  # pragma: gpu
     targets = torch.from_numpy(micro_batch.targets).to(states.device)
-    return TokenOutputs(
-        *score_states(
-            model, states, targets, plan=plan, temperature=temperature, entropy_gradient=entropy_gradient
-        )
+    if reference is not None:
+        others = compute_micro_batch_states(reference, micro_batch, plan=plan, autocast_dtype=autocast_dtype)
+        both: Any = model, reference
+        weight, ref_weight = (one.get_output_embeddings().weight for one in both)
+        options = temperature / plan.logit_scale, entropy_gradient, (others.to(states.dtype), ref_weight)
+        return TokenOutputs(*LinearScores.apply(states, weight, targets, *options))
+    found = score_states(
+        model, states, targets, plan=plan, temperature=temperature, entropy_gradient=entropy_gradient
     )
+    return TokenOutputs(*found, states=states.detach())
 
 
 def compute_micro_batch_states(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     micro_batch: MicroBatch,
     *,
     plan: ForwardPlan,
@@ -151,7 +159,7 @@ def compute_micro_batch_states(
             "position_ids": torch.from_numpy(micro_batch.position_ids).to(device),
         }
     run = model if plan.head == "whole" else model.get_decoder()
-    with torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
+    with autocast(autocast_dtype, device):
         output = run(**inputs)
     if packed and not packed.made:
         raise ModelError(
@@ -164,7 +172,7 @@ def compute_micro_batch_states(
 
 
 def score_states(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     states: Tensor,
     targets: Tensor,
     *,
@@ -177,7 +185,7 @@ def score_states(
 
     The own head is what the model itself does after its decoder: bias, scale, soft cap or else. A tile of
     positions at a time; their logits are computed again for the gradient. float32, whatever the decoder ran
-    in.
+    in; on a CPU see rounding_products.
     """
     if plan.head == "whole":
         return score_logits(states, targets, temperature, entropy_gradient=entropy_gradient)
@@ -228,7 +236,7 @@ class _Answer:
 
 
 @contextmanager
-def decoder_answers(model: PreTrainedModel, answer: object) -> Iterator[None]:
+def decoder_answers(model: "PreTrainedModel", answer: object) -> Iterator[None]:
     """Inside, the model's decoder gives this answer at once, whatever it is asked."""
     decoder = model.get_decoder()
     before = decoder.__dict__.get("forward")
@@ -265,7 +273,7 @@ LAYOUT_NAMES = {"packed": "packed rows", "rows": "right-padded rows", "single": 
 
 
 def plan_forward(
-    model: PreTrainedModel, *, on_error: Callable[[Exception], None] = lambda error: None
+    model: "PreTrainedModel", *, on_error: Callable[[Exception], None] = lambda error: None
 ) -> ForwardPlan:
     """The shortcuts that are exact for `model`, in evaluation mode. Leaves model and random state as they
     were; some forwards of a few tokens.
@@ -290,13 +298,13 @@ def plan_forward(
         return plan._replace(layout="packed")
 
 
-def describe_plan(model: PreTrainedModel, plan: ForwardPlan) -> str:
+def describe_plan(model: "PreTrainedModel", plan: ForwardPlan) -> str:
     """One line for the log."""
     start = f"{type(model).__name__} trains on {LAYOUT_NAMES[plan.layout]}, {plan.head} head"
     return "; ".join(filter(None, (start, plan.reason, str(plan.rotary or ""))))
 
 
-def log_plan(model: PreTrainedModel, plan: ForwardPlan) -> None:
+def log_plan(model: "PreTrainedModel", plan: ForwardPlan) -> None:
     """Writes describe_plan to the log "rollouts": a warning where rows of the model cannot share what they
     have in common.
     """
@@ -309,7 +317,7 @@ class _Probe:
     with itself alone.
     """
 
-    def __init__(self, model: PreTrainedModel, on_error: Callable[[Exception], None]) -> None:
+    def __init__(self, model: "PreTrainedModel", on_error: Callable[[Exception], None]) -> None:
         self.model = model
         self.config = model.config.get_text_config()
         self.scalar = has_scalar_head(model)

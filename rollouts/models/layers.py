@@ -2,9 +2,7 @@
 for the gradient in place of being kept; a model without its dropout; and a scalar head in place of its own.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rollouts.errors import ConfigError, ModelError
+from rollouts.types import Function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 PROGRAMS = 64
 
 
-def find_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+def find_layers(model: "PreTrainedModel") -> list[torch.nn.Module]:
     """The outermost layers that repeat: those that transformers can compute twice, or must not split."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -37,7 +36,7 @@ def find_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     return find(model)
 
 
-def compile_layers(model: PreTrainedModel, *, backend: str | Callable[..., Any]) -> int:
+def compile_layers(model: "PreTrainedModel", *, backend: str | Function) -> int:
     """How many layers of `model` are now run by torch.compile. They are compiled when they first run, alike
     ones once.
 
@@ -93,7 +92,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def checkpoint_layers(model: PreTrainedModel) -> int:
+def checkpoint_layers(model: "PreTrainedModel") -> int:
     """How many layers of `model` now compute their activations twice instead of keeping them. Gradients stay
     the same.
 
@@ -114,7 +113,7 @@ def checkpoint_layers(model: PreTrainedModel) -> int:
     return len(layers)
 
 
-def run_twice(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+def run_twice(forward: Function, *inputs: Any, **options: Any) -> Any:
     """What `forward` gives. For the gradient it is computed again, in place of what it would keep."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
@@ -160,7 +159,7 @@ def make_probing_directions(states: Tensor) -> Tensor:
     return (drawn / max(size, torch.finfo(torch.float32).tiny)).to(states)
 
 
-def set_padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def set_padding_token(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None") -> None:
     """Gives the config the tokenizer's padding token, where it has none: transformers scores several
     sequences at once only if there is one.
 

@@ -3,7 +3,7 @@ changes what the model says of its first tokens. No torch.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +13,8 @@ from rollouts.types import GenerateRequest
 
 DEFAULT_CONTEXT = 8192  # tokens, for a config that sets no limit
 CONTEXT_NAMES = (
-    "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length",
-    "context_length",
-)  # fmt: skip
+    "max_position_embeddings n_positions max_seq_len max_sequence_length seq_length context_length"
+)
 
 
 class RotaryLimit(NamedTuple):
@@ -39,7 +38,7 @@ def find_context_limit(config: Any) -> int | None:
     positions).
     """
     config = config.get_text_config()
-    stated = [getattr(config, name, None) for name in CONTEXT_NAMES]
+    stated = [getattr(config, name, None) for name in CONTEXT_NAMES.split()]
     return next((value for value in stated if isinstance(value, int) and value > 0), None)
 
 
@@ -118,12 +117,17 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int
             raise RequestRefused(f"request {request.request_id!r}: {rule}")
 
 
-def check_adapter(request: GenerateRequest, names: Iterable[str]) -> None:
-    """Raises RequestRefused for an adapter that is none of those."""
-    if request.adapter and request.adapter not in names:
+def check_new(request: GenerateRequest, in_flight: Container[str], adapters: Iterable[str]) -> None:
+    """Raises RequestRefused for an id that is in flight, and for an adapter that is none of those."""
+    who = f"request {request.request_id!r}"
+    if request.request_id in in_flight:
         raise RequestRefused(
-            f"request {request.request_id!r}: adapter={request.adapter!r}; the engine has {sorted(names)}:"
-            " await add_adapter() first"
+            f"{who} is there twice, or in flight already: both would draw the same tokens; give every request"
+            " its own id"
+        )
+    if request.adapter and request.adapter not in adapters:
+        raise RequestRefused(
+            f"{who}: adapter={request.adapter!r}; the engine has {sorted(adapters)}: add_adapter() first"
         )
 
 

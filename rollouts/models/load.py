@@ -2,9 +2,6 @@
 and unpickles nothing from disk.
 """
 
-from __future__ import annotations
-
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +20,13 @@ from rollouts.models.directories import (
     is_adapter,
     naming_errors,
     quiet_transformers,
+    read_json,
 )
 from rollouts.models.export import save_hf_model
 from rollouts.models.lora import apply_adapter, find_head, read_base
 from rollouts.models.made import find_bundled_file, make_gguf_model, make_tiny
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
-from rollouts.types import ChatMessage
+from rollouts.types import ChatMessage, Fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -84,7 +82,7 @@ def resolve_model(
 
 def load_hf_model(
     path: Path, *, dtype: torch.dtype = torch.float32, head: ModelHead = "tokens"
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """The causal language model in a directory, on the CPU, in evaluation mode, with every weight from the
     files; for head="scalar" the model with one scalar head, which is 0 if the directory is a causal model's.
 
@@ -117,7 +115,7 @@ def save_merged(source: Path, target: Path, dtype: str | None = None) -> None:
     save_hf_model(model, target, load_tokenizer(base), dtype=getattr(torch, stored))
 
 
-def load_tokenizer(path: Path, *, chat_template: Path | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path, *, chat_template: Path | None = None) -> "PreTrainedTokenizerBase":
     """The tokenizer in a model directory; it has a padding token (where it has none of its own, one that ends
     an answer) and a chat template.
 
@@ -162,7 +160,7 @@ def load_tokenizer(path: Path, *, chat_template: Path | None = None) -> PreTrain
     return tokenizer
 
 
-def read_text_config(path: Path) -> dict[str, Any]:
+def read_text_config(path: Path) -> Fields:
     """The settings of the language model in a directory, defaults filled in, without those of what it may see
     or hear. Raises ModelError.
     """
@@ -173,7 +171,7 @@ def read_text_config(path: Path) -> dict[str, Any]:
     return config.get_text_config(decoder=True).to_dict()
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int, ...]:
+def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", path: Path) -> tuple[int, ...]:
     """Sorted ids that end a completion: the tokenizer's end token, what its chat template ends an assistant's
     turn with (which is what SFT teaches), and those of the directory's generation_config.json.
 
@@ -184,14 +182,14 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int,
     file = path / "generation_config.json"
     if file.is_file():
         with naming_errors(f"{file} cannot be read"):
-            more = json.loads(file.read_text("utf-8")).get("eos_token_id")
+            more = read_json(file).get("eos_token_id")
         ids.update(more if isinstance(more, list) else [] if more is None else [more])
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
         raise ModelError(f"{file} has eos_token_id={sorted(map(str, ids))}; the ids must be integers")
     return tuple(sorted(ids))
 
 
-def find_turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> set[Any]:
+def find_turn_end_ids(tokenizer: "PreTrainedTokenizerBase") -> set[Any]:
     """Ids of the tokens with which the chat template ends a plain answer, and a tool call where it writes
     one. Found by writing both, with a system turn before them where it refuses them without one.
 
@@ -213,7 +211,7 @@ def find_turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> set[Any]:
     return {one for one in ids if one not in (None, tokenizer.unk_token_id)}
 
 
-def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, size: int, where: str) -> None:
+def check_tokenizer_fits(tokenizer: "PreTrainedTokenizerBase", size: int, where: str) -> None:
     """Raises ModelError, beginning with `where`, unless every id that the tokenizer can give is one of the
     `size` that the model has an embedding for. A vocabulary larger than the tokenizer is usual (padded), and
     fine.

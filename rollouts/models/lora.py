@@ -24,17 +24,14 @@ A directory is as `peft` writes and reads it, and base.json, which names the mod
 What another program wrote is read if it computes what we compute; if its config asks for more, it is refused.
 """
 
-from __future__ import annotations
-
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import torch
 from safetensors.torch import load_file
@@ -44,9 +41,17 @@ from torch.nn.functional import dropout, linear
 from rollouts.config.model import ALL_LINEAR, LoraConfig
 from rollouts.errors import ModelError
 from rollouts.models.devices import find_device
-from rollouts.models.directories import ADAPTER_CONFIG, ModelHead, compute_model_digests, naming_errors
+from rollouts.models.directories import (
+    ADAPTER_CONFIG,
+    ModelHead,
+    compute_model_digests,
+    naming_errors,
+    read_json,
+    write_json,
+)
 from rollouts.models.layers import HEAD, HEAD_WEIGHT, get_scalar_weight, has_scalar_head
 from rollouts.models.sharded import make_meta_model, reshard
+from rollouts.types import Texts, live
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,12 +80,12 @@ class Pair(NamedTuple):
     b: nn.Parameter  # [out, rank], of a stack [out, rank · experts]
 
 
-@dataclass(eq=False)
+@live
 class Adapter:
     """What trains, or has trained."""
 
     config: LoraConfig
-    of: Adapters  # its model's
+    of: "Adapters"  # its model's
     pairs: Mapping[str, Pair]  # by place
     head: nn.Parameter | None  # [1, H], of a critic or a reward model
 
@@ -120,7 +125,7 @@ class Adapter:
         return self.scale * (delta.transpose(-2, -1) if place.turned else delta)
 
 
-Trained: TypeAlias = "PreTrainedModel | Adapter"
+Trained = Union["PreTrainedModel", "Adapter"]
 """What training is about."""
 Routes = Sequence[tuple[Adapter, Tensor | slice | None]]
 """Active adapters, each with the rows [N] of the layers' input that go through it; None: all. Slices are of
@@ -128,12 +133,12 @@ the tokens of a packed row, [1, S, …]: one behind the other, all of them.
 """
 
 
-@dataclass(eq=False)
+@live
 class Adapters:
     """What a model knows of adapters."""
 
     base: Path  # the model's directory
-    digests: Mapping[str, str]  # of its files
+    digests: Texts  # of its files
     model_config: Any  # transformers'
     places: Mapping[str, Place]
     active: Routes = ()
@@ -142,7 +147,7 @@ class Adapters:
     reached: set[str] = field(default_factory=set[str])  # places whose adapter has been added
 
 
-def prepare_places(model: PreTrainedModel, base: Path) -> None:
+def prepare_places(model: "PreTrainedModel", base: Path) -> None:
     """Notes where adapters of the model in the directory `base` may go, while it has its weights as they were
     loaded. Raises ModelError if a file of the directory cannot be read.
     """
@@ -185,7 +190,7 @@ def choose_places(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def make_adapter(
-    model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, scalar: bool = False
+    model: "PreTrainedModel", config: LoraConfig, *, seed: int = 0, scalar: bool = False
 ) -> Adapter:
     """A new adapter of a model with prepare_places, which changes nothing until it is used and trained: A as
     PEFT draws it, by `seed` alone, B 0. scalar: with a head for one number, the model's own or else 0.
@@ -332,11 +337,9 @@ MEASURED = ("score_mean", "score_std")  # what the stage reward_model adds to a 
 NAMES_SHOWN = 3
 HEADS = {HEAD, "classifier"}  # what PEFT saves of a model that scores: whichever the model has
 # settings of PEFT that change nothing of what an adapter computes once it is there, and those that are read
-HARMLESS = {
-    "auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "lora_dropout",
-    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "task_type",
-    "r", "lora_alpha", "target_modules", "target_parameters", "modules_to_save", "fan_in_fan_out",
-}  # fmt: skip
+HARMLESS = """auto_mapping base_model_name_or_path inference_mode init_lora_weights lora_dropout
+    megatron_core peft_type peft_version qalora_group_size revision task_type
+    r lora_alpha target_modules target_parameters modules_to_save fan_in_fan_out"""
 
 
 def write_adapter_config(adapter: Adapter, path: Path) -> None:
@@ -362,7 +365,7 @@ def write_adapter_config(adapter: Adapter, path: Path) -> None:
     measured = {name: one for name in MEASURED if (one := getattr(of.model_config, name, None)) is not None}
     base = {"path": str(of.base), "files": dict(of.digests), "config": measured}
     for name, content in ((ADAPTER_CONFIG, config), (BASE_FILE, base)):
-        (path / name).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        write_json(path / name, content)
 
 
 def read_adapter_config(path: Path) -> LoraConfig:
@@ -371,8 +374,8 @@ def read_adapter_config(path: Path) -> LoraConfig:
     """
     file = path / ADAPTER_CONFIG
     with naming_errors(f"{file} cannot be read"):
-        config = json.loads(file.read_text("utf-8"))
-        odd = {name: value for name, value in config.items() if value and name not in HARMLESS}
+        config = read_json(file)
+        odd = {name: value for name, value in config.items() if value and name not in HARMLESS.split()}
         if config.get("bias") == "none":
             del odd["bias"]
         scaled = odd.pop("use_rslora", False)
@@ -465,19 +468,19 @@ def read_base(path: Path) -> Base:
     """Raises ModelError."""
     with naming_errors(f"{path} cannot be read as an adapter"):
         if (path / BASE_FILE).is_file():
-            content = json.loads((path / BASE_FILE).read_text("utf-8"))
+            content = read_json(path / BASE_FILE)
             return Base(Path(content["path"]), content["files"], content["config"])
-        return Base(Path(json.loads((path / ADAPTER_CONFIG).read_text("utf-8"))["base_model_name_or_path"]))
+        return Base(Path(read_json(path / ADAPTER_CONFIG)["base_model_name_or_path"]))
 
 
-def read_adapter(model: PreTrainedModel, path: Path, *, scalar: bool = False) -> Adapter:
+def read_adapter(model: "PreTrainedModel", path: Path, *, scalar: bool = False) -> Adapter:
     """A new adapter of a model with prepare_places, as a directory has it. Raises ModelError."""
     adapter = make_adapter(model, read_adapter_config(path), scalar=scalar)
     load_adapter(adapter, path)
     return adapter
 
 
-def apply_adapter(model: PreTrainedModel, path: Path) -> None:
+def apply_adapter(model: "PreTrainedModel", path: Path) -> None:
     """Adds the adapter in `path`, and its scalar head where both have one, to the weights of its model.
     Raises ModelError.
     """

@@ -29,6 +29,7 @@ from rollouts.models.directories import (
     describe_error,
     naming_errors,
     quiet_transformers,
+    read_json,
 )
 from rollouts.models.tokenizers import END_ID, PAD_ID, START_ID, make_byte_tokenizer
 
@@ -134,7 +135,7 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
     # tokens that transformers adds of its own (an unknown one, <|endoftext|>) go: no embedding is theirs
     vocab_size = model.get_input_embeddings().weight.shape[0]
     path, settings_path = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    saved, settings = (json.loads(file.read_text("utf-8")) for file in (path, settings_path))
+    saved, settings = (read_json(file) for file in (path, settings_path))
     foreign = [token["content"] for token in saved["added_tokens"] if token["id"] >= vocab_size]
     saved["added_tokens"] = [token for token in saved["added_tokens"] if token["id"] < vocab_size]
     if saved["model"].get("unk_token") in foreign:

@@ -1,11 +1,10 @@
 """The optimizer and its learning rate."""
 
-import math
-
 import torch
 
 from rollouts.config.tables import OptimConfig
 from rollouts.models.lora import Adapter, list_trained
+from rollouts.schedules import interpolate_cosine, interpolate_linear
 
 
 def create_adamw_optimizer(trained: torch.nn.Module | Adapter, config: OptimConfig) -> torch.optim.AdamW:
@@ -35,10 +34,8 @@ def compute_lr(step: int, total_steps: int, config: OptimConfig) -> float:
     assert step >= 0, step
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    peak_step = max(config.warmup_steps, 1) - 1
-    steps_to_fall = total_steps - 1 - peak_step
-    if config.schedule == "constant" or steps_to_fall <= 0:
+    peak = max(config.warmup_steps, 1)  # counted from 1, as schedules do
+    if config.schedule == "constant" or total_steps <= peak:
         return config.lr
-    progress = min((step - peak_step) / steps_to_fall, 1.0)
-    height = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * height
+    fall = interpolate_linear if config.schedule == "linear" else interpolate_cosine
+    return fall(step + 1, first=config.lr, last=0.0, begin=peak, end=total_steps)

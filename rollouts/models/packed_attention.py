@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollouts.models.devices import unrounded
 from rollouts.types import IntArray
 
 ARGUMENT = "packed_row"  # of the model's forward
@@ -140,6 +141,7 @@ class _Pieces(torch.autograd.Function):
     """
 
     @staticmethod
+    @unrounded
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[Piece], scale: float | None
     ) -> Tensor:
@@ -167,6 +169,7 @@ class _Pieces(torch.autograd.Function):
         return output
 
     @staticmethod
+    @unrounded
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sum = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -246,12 +249,15 @@ def register_packed_attention() -> None:
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]
     # pieces differ from row to row; every row would be a program
     run: Any = torch.compiler.disable(attend_packed)
+    unpacked = unrounded(before)
 
     def attend(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """inputs: the module, queries, keys, values, a mask."""
         row = options.pop(ARGUMENT, None)
         if row is None:
-            return before(*inputs, **options)
+            # a compiler takes attention into its program, where the setting cannot change
+            alone = inputs[1].is_cuda or torch.compiler.is_compiling()
+            return (before if alone else unpacked)(*inputs, **options)
         asked = [name for name in UNKNOWN if options.get(name) is not None]
         if asked := asked + ["dropout"] * bool(options.get("dropout")):
             raise ValueError(f"attention of packed rows knows no {', '.join(asked)}")

@@ -5,8 +5,6 @@ The training backend packs rows and shares prefixes; this is the plain way to th
 written by hand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +32,7 @@ def pad_rows(rows: Sequence[NDArray[Any]], *, device: torch.device | None = None
 
 
 def compute_token_log_probs(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     input_ids: Tensor,
     mask: Tensor,
     *,
@@ -82,10 +80,9 @@ def compute_token_log_probs(
 
 
 def make_loss_inputs(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     batch: RolloutBatch,
     *,
-    plan: ForwardPlan | None = None,
     entropy_gradient: bool = False,
 ) -> LossInputs:
     """What every loss of LOSSES takes, [B, T] on the model's device: the policy's log-probs with gradient and
@@ -96,7 +93,7 @@ def make_loss_inputs(
     """
     mask, input_ids = (pad_rows(rows, device=model.device) for rows in (batch.loss_masks, batch.tokens))
     log_probs, entropy = compute_token_log_probs(
-        model, input_ids, mask, temperature=batch.temperature, plan=plan, entropy_gradient=entropy_gradient
+        model, input_ids, mask, temperature=batch.temperature, entropy_gradient=entropy_gradient
     )
     fields: dict[str, Any] = {
         name: pad_rows(rows, device=model.device)

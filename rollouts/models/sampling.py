@@ -2,15 +2,12 @@
 log-probs out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rollouts.errors import RequestRefused
 from rollouts.models.decoding.batch import Row, open_decoder
 from rollouts.models.draws import make_draw
-from rollouts.models.limits import check_request, find_context_limit, find_rotary_limit
+from rollouts.models.limits import check_new, check_request, find_context_limit, find_rotary_limit
 from rollouts.types import Completion, GenerateRequest
 
 if TYPE_CHECKING:
@@ -20,7 +17,7 @@ UNLIMITED = 2**62  # the context of a model that states none
 
 
 def sample_completions(
-    model: PreTrainedModel, requests: Sequence[GenerateRequest], *, seed: int = 0, weight_version: int = 0
+    model: "PreTrainedModel", requests: Sequence[GenerateRequest], *, seed: int = 0, weight_version: int = 0
 ) -> list[Completion]:
     """One completion per request, in their order: token ids (the stop token included) and log-probs in nats
     of the distribution drawn from.
@@ -44,11 +41,7 @@ def sample_completions(
     seen = set[str]()
     for request in requests:
         check_request(request, vocab_size=model.config.get_text_config().vocab_size, max_context=limit)
-        if request.request_id in seen:
-            raise RequestRefused(
-                f"request {request.request_id!r} is there twice; both would draw the same tokens: give every"
-                " request its own id"
-            )
+        check_new(request, seen, ())
         seen.add(request.request_id)
     longest = max(len(one.prompt_ids) + one.sampling.max_new_tokens for one in requests)
     batch = open_decoder(model, max_context=longest, max_rows=len(requests), compiled=False)

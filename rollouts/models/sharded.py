@@ -12,8 +12,6 @@ Only headers are read to find that out, and every process that reads the same fi
 and to the same error.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -39,6 +37,7 @@ from rollouts.models.directories import (
     quiet_transformers,
 )
 from rollouts.models.layers import HEAD_WEIGHT, get_scalar_weight, has_scalar_head
+from rollouts.types import Texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +48,7 @@ NAMES_SHOWN = 5
 OLD_NAMES = ("rotary_emb.inv_freq", "position_ids")  # ends of names in old files that no model reads
 
 
-def make_meta_model(path: Path, *, dtype: torch.dtype, head: ModelHead) -> PreTrainedModel:
+def make_meta_model(path: Path, *, dtype: torch.dtype, head: ModelHead) -> "PreTrainedModel":
     """The model of a directory without its weights: parameters on the meta device, buffers that no file holds
     as they must be.
 
@@ -89,7 +88,7 @@ def make_meta_model(path: Path, *, dtype: torch.dtype, head: ModelHead) -> PreTr
     return model.eval()
 
 
-def _compute_buffers(model: PreTrainedModel) -> None:
+def _compute_buffers(model: "PreTrainedModel") -> None:
     """Gives the buffers that no file holds their values, on the CPU, by the model's own initialisation;
     weights keep to the meta device.
     """
@@ -141,7 +140,7 @@ def get_local(tensor: Tensor) -> Tensor:
 
 
 def load_sharded_weights(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     path: Path,
     *,
     device: torch.device | str = "cpu",
@@ -185,22 +184,14 @@ def load_sharded_weights(
     cast(Any, model)._weight_conversions = used_conversions
 
 
-def list_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+def list_weights(model: "PreTrainedModel") -> tuple[dict[str, Tensor], Texts]:
     """(parameters and buffers that files hold, by name; other names of tied ones → the name among the
     first).
     """
-    weights: dict[str, Tensor] = dict(model.named_parameters())
-    names = {id(parameter): name for name, parameter in weights.items()}
-    aliases = {
-        name: names[id(parameter)]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if name not in weights
-    }
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                weights[f"{path}.{name}" if path else name] = buffer
-    return weights, aliases
+    held: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    names = {id(tensor): name for name, tensor in reversed(held.items())}
+    aliases = {name: first for name, tensor in held.items() if (first := names[id(tensor)]) != name}
+    return {name: tensor for name, tensor in held.items() if name not in aliases}, aliases
 
 
 # --- files --------------------------------------------------------------------------------------------------
@@ -216,7 +207,7 @@ class WeightGroup(NamedTuple):
 
 
 def plan_weights(
-    model: PreTrainedModel, path: Path, *, new: Collection[str] = ()
+    model: "PreTrainedModel", path: Path, *, new: Collection[str] = ()
 ) -> tuple[list[WeightGroup], list[Any]]:
     """Where each of the model's weights lies in the directory, complete and of the right shapes; and
     transformers' conversions that changed a name, which saving undoes. `new`: a head that its files do not
@@ -270,7 +261,10 @@ def plan_weights(
 
 
 def _group(
-    model: PreTrainedModel, tensors: Sequence[FileTensor], conversions: Sequence[Any], known: Collection[str]
+    model: "PreTrainedModel",
+    tensors: Sequence[FileTensor],
+    conversions: Sequence[Any],
+    known: Collection[str],
 ) -> tuple[list[WeightGroup], list[str]]:
     """The tensors by what is made of them, as transformers does when it loads; and names that are
     nobody's.
@@ -304,7 +298,7 @@ def _matches(patterns: Any, name: str) -> bool:
 
 
 def convert_group(
-    model: PreTrainedModel, group: WeightGroup, tensors: Mapping[FileTensor, Tensor]
+    model: "PreTrainedModel", group: WeightGroup, tensors: Mapping[FileTensor, Tensor]
 ) -> dict[str, Tensor]:
     """The weights that transformers makes of a group's tensors. Raises ModelError."""
     if group.converter is None:

@@ -1,7 +1,5 @@
 """A tokenizer that needs no files: one token per byte."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +13,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_byte_tokenizer() -> PreTrainedTokenizerFast:
+def make_byte_tokenizer() -> "PreTrainedTokenizerFast":
     """A tokenizer whose ids 0 to 255 are the bytes of UTF-8, followed by <pad>, <|im_start|> and <|im_end|>
     (which ends a turn).
 

@@ -19,8 +19,8 @@ import msgspec
 
 from rollouts.checkpoints.load import check_checkpoint
 from rollouts.config.load import load_recorded
+from rollouts.config.rollout import is_address
 from rollouts.config.schema import PreferenceTrainingConfig, RLTrainingConfig, RunConfig
-from rollouts.config.secrets import flatten
 from rollouts.config.spelling import did_you_mean
 from rollouts.config.tables import AlertConfig, EngineConfig
 from rollouts.engines.processes import find_server_python, read_api_key
@@ -283,7 +283,7 @@ def check_written_run(run_dir: RunDir, *, deep: bool) -> Findings:
 STAGE = "stage"  # the name of this run's own reward model
 OTHER_TOKENS = "{} has other tokens than the policy, whose ids it reads; name one with the same tokenizer"
 OWN = ("self", "reference")  # teachers that a run has anyway
-REWARD, CRITIC, TEACHER = "rl.rollout.reward_model", "rl.critic.model", "rl.distillation.teacher"
+CRITIC, TEACHER = "rl.critic.model", "rl.distillation.teacher"
 
 
 def find_server_kind(setting: str, url: str) -> "ServerKind":
@@ -331,10 +331,10 @@ def check_reward_models(config: RunConfig, stages: Sequence[str], run_dir: RunDi
     """Raises as find_scalar_model, check_served and check_tokens do, before anything trains, unless RL can
     have the models that it names. One that the stage reward_model will have trained needs not be there.
     """
-    settings = flatten(config.model_dump())
-    for setting in (REWARD, CRITIC) if "rl" in stages else ():
-        name = settings.get(setting, "")
-        if setting == REWARD and config.rollout.scores_on_server:
+    critic = config.rl.critic.model if config.rl and config.rl.critic else ""
+    named = {**config.rollout.reward_models, CRITIC: critic}
+    for setting, name in named.items() if "rl" in stages else ():
+        if setting != CRITIC and is_address(name):
             check_served(setting, name, tokenizer, head="scalar")
         elif name and not (name == STAGE and "reward_model" in stages):
             check_tokens(find_scalar_model(config, run_dir, setting, name), setting, tokenizer)
@@ -359,7 +359,7 @@ def find_scalar_model(config: RunConfig, run_dir: RunDir, setting: str, name: st
             )
         return path
     path = _find_model(config, setting, name, head="scalar")
-    if setting == REWARD and not has_own_scalar_head(path):
+    if setting != CRITIC and not has_own_scalar_head(path):
         raise ConfigError(
             f"{setting}={name!r} is no reward model: it has no scalar head; train one with the stage"
             " reward_model"

@@ -5,14 +5,14 @@ Memory is an estimate: fixed parts are exact (float32 weights, gradients, two Ad
 a formula for Llama-like layers.
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollouts.config.rollout import is_address
 from rollouts.config.schema import REFERENCE_FREE, RunConfig
 from rollouts.loops.algorithm import needs_reference
-from rollouts.models.directories import list_tensors, naming_errors
+from rollouts.models.directories import list_tensors, naming_errors, read_json
 from rollouts.models.host_memory import read_free_memory
 from rollouts.preflight.findings import Finding, Findings
 from rollouts.preflight.rows import PreparedRows, Rows
@@ -37,7 +37,7 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
     """config.json of a model directory, of a model with several parts the text part. Raises ModelError."""
     path = model_dir / "config.json"
     with naming_errors(f"{path} is not the config.json of a model directory"):
-        config = json.loads(path.read_text("utf-8"))
+        config = read_json(path)
         return config.get("text_config", config)
 
 
@@ -82,7 +82,8 @@ def estimate_memory(
     parts = _other_parts(config, stage, lengths, size, shards)
     if teacher and stage == "rl":
         parts[f"a teacher's weights 4 x {teacher.parameters / 1e6:.4g}M"] = FLOAT_BYTES * teacher.parameters
-    undoes = getattr(getattr(config, stage), "kl_limit", 0) > 0
+    limits = ("kl_limit", "kl_ref_limit", "grad_norm_limit")
+    undoes = any(getattr(getattr(config, stage), name, 0) for name in limits)
     whole = _trained_parts(size, undoes=undoes)
     if gpu_bytes is None:
         return [_compare(f"{stage}: memory", whole | parts, read_free_memory())]
@@ -107,7 +108,7 @@ def _trained_parts(size: ModelSize, shards: int = 1, *, undoes: bool = False) ->
         else f"weights 4 x {size.parameters / 1e6:.4g}M{share}": weights,
         "gradients as much": weights,
         "AdamW twice that": 2 * weights,
-        "a copy of weights and moments for kl_limit": undoes * 3 * weights,
+        "a copy of weights and moments, to undo an update": undoes * 3 * weights,
     }
 
 
@@ -147,7 +148,10 @@ def _other_parts(
         "the engine's own weights": copies * (engine_base + FLOAT_BYTES * size.adapter),
         "a critic of the same size": bool(rl and rl.critic)
         * sum(_trained_parts(size._replace(base_bytes=0), shards).values()),
-        "a reward model of the same size": bool(rl and rl.rollout.reward_model) * weights,
+        "a reward model of the same size": bool(rl)
+        * sum(not is_address(name) for name in config.rollout.reward_models.values())
+        * weights,
+        "the average that is published": bool(rl and config.online) * weights,
         "the reference's weights": (compares and not size.adapter) * weights,
         f"activations {tokens} tokens x {per_token / 1024:.4g} KiB": tokens * per_token,
     }

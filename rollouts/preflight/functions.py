@@ -8,8 +8,9 @@ call_functions   each is called on a made-up sample
 """
 
 import copy
+import inspect
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import field, replace
 from functools import partial, wraps
@@ -18,9 +19,9 @@ from typing import Any
 
 from rollouts.advantages import ADVANTAGES, AdvantageFn, check_advantage_params
 from rollouts.config.plugins import load_function
+from rollouts.config.rollout import RolloutConfig
 from rollouts.config.schema import RLTrainingConfig, RunConfig
 from rollouts.config.secrets import flatten
-from rollouts.config.tables import RolloutConfig
 from rollouts.data.rows import Row, parse_prompt
 from rollouts.environments.protocol import Tool
 from rollouts.environments.proxy import check_agent
@@ -33,12 +34,23 @@ from rollouts.loops.algorithm import check_algorithms
 from rollouts.pair_selection import PairSelector, find_pair_selector
 from rollouts.preflight.findings import Findings
 from rollouts.preflight.rows import Rows
-from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, RankerFn, RewardFn
+from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, RankerFn, RewardFn, Say
 from rollouts.rewards.call import call_filter, call_group_reward, call_ranker, call_reward, watch_blocking
 from rollouts.rewards.check import apply_reward, function_name, is_async
 from rollouts.rewards.combine import apply_weights, check_weights
-from rollouts.rewards.workers import name_function, open_workers
-from rollouts.types import ChatMessage, RewardResult, Sample, SampleGroup, Status, record
+from rollouts.rewards.library import LIBRARY
+from rollouts.rewards.parts import RewardParts
+from rollouts.rewards.workers import hide_process, name_function, open_workers
+from rollouts.types import (
+    TRAJECTORY,
+    ChatMessage,
+    Function,
+    RewardResult,
+    Sample,
+    SampleGroup,
+    Status,
+    record,
+)
 
 SETTINGS = {  # that name functions: field of Functions → key, which ends with the role
     "generate": "rl.rollout.generate",
@@ -61,17 +73,18 @@ class Functions:
 
     generate: GenerateFn | None = None  # None: one chat turn
     # of a row; what the user wrote, and open_functions makes a World of it
-    environment: Callable[..., Any] | None = None
+    environment: Function | None = None
     read_turn: ResponseTemplate | None = None  # None: as the tokenizer says
     tools: Sequence[Tool] = ()  # those of MCP servers are among them after open_functions
     reward: RewardFn | None = None  # open_functions weighs it, unless a reward model is to be added first
     group_reward: GroupRewardFn | None = None
+    parts: Mapping[str, Function] = field(default_factory=dict)  # of rl.rollout.rewards, but models
     eval_reward: RewardFn | None = None  # open_functions: the reward, where eval names none
     filters: tuple[FilterFn, ...] = ()
     ranker: RankerFn | None = None
-    curriculum: Callable[..., Any] | None = None
+    curriculum: Function | None = None
     pairs: PairSelector | None = None
-    context: Callable[..., Any] | None = None
+    context: Function | None = None
     advantages: dict[str, AdvantageFn] = field(default_factory=dict)  # by names in rl.advantage, rl.changes
 
 
@@ -83,13 +96,13 @@ def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings)
     if config.rl and config.rl.mask_truncated:
         filters.append(check_some_complete.__name__)
 
-    def load(key: str, role: str, name: str | None) -> Any:
+    def load(key: str, role: str, name: str | None, params: Mapping[str, Any] = {}) -> Any:
         with findings.reporting(key):
             if name:
-                known = {"filter": FILTERS, "ranker": RANKERS}.get(role)
+                known = {"filter": FILTERS, "ranker": RANKERS, **LIBRARY}.get(role)
                 if role == "pairs" and ":" not in name:
                     known = {name: find_pair_selector(name)}
-                function = load_function(name, role=role, built_in=known)
+                function = load_function(name, role=role, built_in=known, params=params)
                 findings.note("ok", key, name)
                 return function
         return None
@@ -116,6 +129,7 @@ def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings)
             check_weights(rollout.reward_weights)
     names = flatten(config.model_dump())
     found = {name: load(key, key.rpartition(".")[2], names.get(key)) for name, key in SETTINGS.items()}
+    found["parts"] = load_parts(rollout, load, findings)
     found["filters"] = tuple(load("rl.rollout.filters", "filter", name) for name in filters)
     with findings.reporting("rl.rollout.tools"):
         found["tools"] = [load_tool(name) for name in rollout.tools if not name.startswith(MCP)]
@@ -128,6 +142,29 @@ def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings)
         if config.rl:
             found["advantages"] = load_advantages(config.rl)
     return Functions(**found)
+
+
+def load_parts(rollout: RolloutConfig, load: Function, findings: Findings) -> dict[str, Function]:
+    """The functions of rl.rollout.rewards with their parameters, by part. Reports also ConfigError for one
+    that does not take them.
+    """
+    found = {}
+    for name, part in rollout.rewards.items():
+        key, role = f"rl.rollout.rewards.{name}", "group_reward" if part.group_reward else "reward"
+        if function := load(key, role, getattr(part, role), part.params):  # a reward model is none
+            found[name] = partial(function, **part.params)
+            with findings.reporting(key):
+                if function in LIBRARY["group_reward"].values():
+                    check_options(key, found[name])
+    return found
+
+
+def check_options(key: str, function: Function) -> None:
+    """Raises ConfigError where a function of the library does not take the values of its parameters."""
+    try:
+        list(getattr(function(()), "__await__", tuple)())  # an async one runs to its end
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{key}.params: {error}") from error
 
 
 def load_advantages(config: RLTrainingConfig) -> dict[str, AdvantageFn]:
@@ -150,7 +187,7 @@ def load_advantages(config: RLTrainingConfig) -> dict[str, AdvantageFn]:
 
 @asynccontextmanager
 async def open_functions(
-    config: RunConfig, functions: Functions, *, warn: Callable[[str], None], num_workers: int | None = None
+    config: RunConfig, functions: Functions, *, warn: Say, num_workers: int | None = None
 ) -> AsyncIterator[Functions]:
     """The same functions where they run in a training run, for as long as this is open: sync rewards (at most
     num_workers at once; None: one per core that this process may use), tools and environments in worker
@@ -162,6 +199,7 @@ async def open_functions(
     rollout = config.rollout
     running = {key: getattr(functions, key) for key in ("reward", "group_reward", "eval_reward")}
     settings = flatten(config.model_dump())
+    hide_process()
     async with AsyncExitStack() as stack:
         stack.enter_context(watch_blocking(warn))
         enter = stack.enter_async_context
@@ -170,6 +208,12 @@ async def open_functions(
                 count=num_workers or len(os.sched_getaffinity(0)), timeout_s=rollout.reward_timeout_s
             )
         )
+        parts = dict(functions.parts)
+        for name, function in parts.items():
+            part = rollout.rewards[name]
+            if not is_async(function):
+                role = "group_reward" if part.group_reward else "reward"
+                parts[name] = workers.reward(getattr(part, role), Path.cwd(), role, part.params)
         for key, function in running.items():
             if function and not is_async(function):
                 running[key] = workers.reward(settings[SETTINGS[key]], Path.cwd(), key.removeprefix("eval_"))
@@ -200,7 +244,26 @@ async def open_functions(
         if not rollout.reward_model:
             running["reward"] = weigh(running["reward"], rollout)
         running["eval_reward"] = running["eval_reward"] or running["reward"]
-        yield replace(functions, **running, tools=tools)
+        yield replace(functions, **running, parts=parts, tools=tools)
+
+
+def join_parts(
+    config: RunConfig, functions: Mapping[str, Any], step: Callable[[], int], **models: Any
+) -> RewardParts:
+    """The parts of rl.rollout.rewards that are `functions`. One that has a parameter of the name is given a
+    model, or a `state`: a dict of its own.
+    """
+    rollout, parts, states = config.rollout, {}, {}
+    for name, function in functions.items():
+        asked, own = inspect.signature(function).parameters, {**models, "state": {}}
+        own = {key: one for key, one in own.items() if key in asked and asked[key].default is None}
+        if own:
+            function = partial(function, **own)
+            function.keeps_own_time = True  # it waits for the device
+        if "state" in own:
+            states[name] = own["state"]
+        parts[name] = rollout.rewards[name], function
+    return RewardParts(parts, step, rollout.reward_timeout_s, states)
 
 
 def weigh(reward: RewardFn | None, rollout: RolloutConfig) -> RewardFn | None:
@@ -259,11 +322,16 @@ async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findin
         ),
         ("rl.rollout.reward", functions.reward, both),
         ("rl.rollout.group_reward", functions.group_reward, both),
+        ("rl.rollout.rewards", functions.parts, both),
     ]:
         with findings.reporting(key):
             if not function or not samples:
                 continue
-            if key == "rl.rollout.group_reward":
+            if key == "rl.rollout.rewards":  # without reward models, which are not loaded here
+                parts = join_parts(config, functions.parts, lambda: 1)
+                scored = [apply_reward(sample, await parts.score(sample)) for sample in samples]
+                results = await parts.score_group(scored)
+            elif key == "rl.rollout.group_reward":
                 results = await call_group_reward(function, samples, timeout_s=timeout_s)
             else:
                 results = [await call_reward(function, sample, timeout_s=timeout_s) for sample in samples]
@@ -305,6 +373,7 @@ def make_trial_samples(rows: Sequence[Row], *, turns: bool) -> list[Sample]:
             if turns:
                 said = ChatMessage(role="assistant", content=response)
                 metadata["messages"] = [*parse_prompt(row["prompt"]), said]
+                metadata[TRAJECTORY] = {"end": "done", "turns": []}
             samples.append(
                 Sample(
                     id=f"trial-s{index:03d}",

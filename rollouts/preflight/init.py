@@ -98,8 +98,6 @@ def nearness(response: str, answer: str) -> float:
 
 REVERSING = '''"""Reversing: the prompt is a few letters, the answer is the same letters backwards."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

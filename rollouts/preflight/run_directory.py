@@ -22,13 +22,14 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rollouts.config.load import check_same_run, load_recorded
 from rollouts.config.schema import RunConfig
 from rollouts.errors import RunDirError
 from rollouts.ranks.launch import Launch
 from rollouts.run_dir import RunDir, check_links, is_locked, read_holder
+from rollouts.types import Fields
 
 # all that a run leaves that was killed while it wrote its first file: nothing of it is lost
 PARTIAL_CONFIG = ".tmp-config.toml"
@@ -49,8 +50,13 @@ def check_run_dir(run_dir: RunDir, config: RunConfig, *, resume: bool, locked: b
     """Raises RunDirError if the directory is another run's, or a run is at work in it: not this one, if it is
     `locked` here. Only reads.
     """
-    if run_dir.root.exists() and not run_dir.root.is_dir():
-        raise RunDirError(f"output.dir={run_dir.root} is a file; name a directory")
+    try:
+        if run_dir.root.exists() and not run_dir.root.is_dir():
+            raise RunDirError(f"output.dir={run_dir.root} is a file; name a directory")
+    except OSError as error:
+        raise RunDirError(
+            f"output.dir cannot be: {error.strerror}; name another with --output.dir"
+        ) from error
     check_links(run_dir)
     if not locked and is_locked(run_dir):
         raise RunDirError(describe_holder(run_dir))
@@ -129,7 +135,7 @@ def take_lock(descriptor: int) -> None:
     return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def write_holder(descriptor: int, launch: dict[str, Any] | None) -> None:
+def write_holder(descriptor: int, launch: Fields | None) -> None:
     """Who holds the lock, and what started it (rollouts.preflight.run_directory), in the file of the lock."""
     holder = {
         "pid": os.getpid(),
@@ -203,7 +209,7 @@ def find_restart(run_dir: RunDir, launch: Launch, *, asked: bool = False) -> Res
 
 def record_launch(
     run_dir: RunDir, launch: Launch, restart: Restart, agents: Collection[str] | None = None
-) -> dict[str, Any]:
+) -> Fields:
     """What run.lock is to say of this launch: first when the directory is locked and checked, then with the
     `agents` of all ranks. Of a launch that is not proven to be a restart, and may be refused, it says nothing
     new before that. Agents of before stay, for some may come back.

@@ -26,7 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 
 CONTROL = 3  # descriptor of the control socket
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36  # linux/prctl.h
+CAP_SYS_PTRACE = 19  # of linux/capability.h
 KILL_S = 20.0  # after which a process that cannot be killed, say in a driver, is left to the system
 LOOK_S = 0.01  # between two looks for what a killed process left behind
 
@@ -97,6 +98,7 @@ def start_child(settings: dict) -> int:
             limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core files
+            prctl(PR_CAPBSET_DROP, CAP_SYS_PTRACE)  # root too looks into no other process's memory then
             # when the machine runs out of memory this process ends before the trainer
             with suppress(OSError):
                 Path("/proc/self/oom_score_adj").write_text("900")

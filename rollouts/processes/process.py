@@ -24,13 +24,14 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import UTC, datetime
 from pathlib import Path
 
 import trio
 
 from rollouts.errors import InfrastructureError
+from rollouts.types import live
 
 GUARD = Path(__file__).with_name("guard.py")
 END_S = 30.0  # for SIGKILL to take effect on a whole tree; a GPU driver may hold a process for seconds
@@ -38,7 +39,7 @@ TAIL_BYTES = 64 * 1024  # of what a process printed, as much as can be read back
 READ_BYTES = 1 << 16
 
 
-@dataclass(eq=False)
+@live
 class Process:
     """A child process below its guard. Made by open_process."""
 

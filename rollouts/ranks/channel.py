@@ -235,14 +235,23 @@ class Channel:
         with suppress(DistError):
             self._store.set(f"left/{self.rank}", "")
 
-    async def end_others(self) -> None:
-        """The other ranks end with exit code 0, whatever they wait for. The caller then ends this process."""
+    def end_others(self) -> None:
+        """The other ranks end with exit code 0, whatever they wait for. The caller, on any thread, then ends
+        this process.
+        """
         self.report(RankLost(0, self.phase, FORCED))
-        await self._wait_left(NOTICE_S)
+        self.wait_notice(len(self._others))
 
     def count_left(self) -> int:
         """Ranks that have left. On rank 0."""
         return sum(self._store.check([f"left/{rank}"]) for rank in self._others)
+
+    def wait_notice(self, count: int) -> None:
+        """Blocks until so many have read from this process's store who is lost, at most NOTICE_S."""
+        for _ in range(int(NOTICE_S / 0.1)):
+            if self.count_left() >= count:
+                break
+            Event().wait(0.1)
 
     async def _wait_left(self, timeout_s: float) -> None:
         if self.rank == 0:
@@ -271,10 +280,8 @@ def exit_on_lost(channel: Channel, lost: RankLost, process: str) -> NoReturn:
         if not process or forced or has_ended(process):
             break
         pause.wait(0.1)
-    for _ in range(int(NOTICE_S / 0.1)):
-        if channel.rank or channel.count_left() >= len(channel.processes) - 2:
-            break
-        pause.wait(0.1)  # the others read it from this process's store
+    if not channel.rank:
+        channel.wait_notice(len(channel.processes) - 2)
     with suppress(OSError, ValueError):  # whoever read it may be gone
         sys.stdout.flush()
         print(f"rollouts: {' '.join(str(lost).split())}; this process ends too", file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from rollouts.config.schema import RunConfig
 from rollouts.errors import ConfigError
+from rollouts.types import Texts
 
 LOOPBACK = "127.0.0.1"
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -36,7 +37,7 @@ class Launch(NamedTuple):
         return self.local_world_size == self.world_size
 
 
-def read_launch(environ: Mapping[str, str]) -> Launch:
+def read_launch(environ: Texts) -> Launch:
     """The place that torchrun, or whoever sets the same variables, gave to this process; that of a lone
     process if nothing is set.
 
@@ -93,7 +94,7 @@ def torchrun_command(ranks: int, argv: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options, *argv]
 
 
-def choose_relaunch(config: RunConfig, environ: Mapping[str, str], argv: Sequence[str]) -> list[str] | None:
+def choose_relaunch(config: RunConfig, environ: Texts, argv: Sequence[str]) -> list[str] | None:
     """The command of torchrun that starts distributed.ranks processes of `argv` (a program and its
     arguments); None where none is needed.
 

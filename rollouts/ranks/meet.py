@@ -4,8 +4,8 @@
     hello/R of every rank: host, process, versions, device ─► alike? ─► process group ─► Channel
 
 A restart gets a store of its own, so nothing that dead ranks have left is ever read. Only rank 0 answers
-SIGINT and SIGTERM, by stopping: the launcher sends them to all, and a rank that went first would end the run
-without its checkpoint.
+signals, by stopping: the launcher sends them to all, and a rank that went first would end the run without its
+checkpoint.
 
 Collectives of the ranks of one job: numbers, bytes, and whether local work has failed. On one rank they do
 nothing.
@@ -26,11 +26,11 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
@@ -47,12 +47,11 @@ from rollouts.errors import BackendError, ConfigError, RankLost
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.ranks.channel import BEAT_S, Channel, exit_on_lost
 from rollouts.ranks.launch import LOOPBACK, Launch, identify_process
-from rollouts.types import FloatArray
+from rollouts.types import FloatArray, T, Texts
 
 # --- the group ----------------------------------------------------------------------------------------------
 
 
-T = TypeVar("T")
 COLLECTIVE_S = 1800.0  # one collective may take so long, the waiting for a slower rank included
 ERROR_CHARS = 600  # of an error that another rank reports
 
@@ -90,9 +89,9 @@ class AgreedFailure(Exception):
     first failed rank's as this one heard it.
     """
 
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(str(error))
-        self.error = error
+    @property
+    def error(self) -> BaseException:
+        return self.args[0]
 
 
 class Agreed(NamedTuple, Generic[T]):
@@ -278,15 +277,15 @@ async def open_ranks(
     Leaving ends the run for the others too: as complete on rank 0 without an exception, else as a failure. A
     rank that is lost ends this process with exit code 75. Raises ConfigError on all ranks where they run
     unlike versions, compute on unlike devices, or one cannot compute; and for a shard_size that does not
-    divide them. Ranks other than 0 ignore SIGINT and SIGTERM once they are connected.
+    divide them. Ranks other than 0 ignore SIGINT, SIGTERM and SIGHUP once they are connected.
     """
     if launch.rank:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would wait until the others come
     async with open_device_thread(name="ranks", torch_threads=1) as thread:
         opened = await thread.submit(lambda: connect(launch, shard_size, choose_device))
         if launch.rank:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
         channel = opened.channel
         async with open_plain_nursery() as nursery:
             watching = trio.CancelScope(shield=True)  # a cancelled body may wait for a hanging device thread
@@ -395,7 +394,7 @@ def host_store(host: str, timeout: dt.timedelta, size: int | None = None) -> TCP
         return TCPStore(LOOPBACK, port, size, wait_for_workers=False, timeout=timeout, **options)
 
 
-def describe_difference(hosts: Sequence[str], values: Sequence[Mapping[str, str]]) -> str:
+def describe_difference(hosts: Sequence[str], values: Sequence[Texts]) -> str:
     """The first name, sorted, whose value is not the same on all ranks, with both values and the first rank
     where it is not rank 0's; empty where all are alike.
     """

@@ -12,7 +12,7 @@ waits for another. A task that asks for a lease inside a lease breaks that rule:
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -26,8 +26,10 @@ from rollouts.device_thread import DeviceThread
 from rollouts.errors import BackendClosed, ConfigError, ModelError
 from rollouts.models.directories import ModelHead, has_own_scalar_head
 from rollouts.models.load import resolve_model
+from rollouts.protocols import Say
 from rollouts.reference.quantize import count_bytes_by_headers
-from rollouts.reference.score import FrozenReference, Say, open_frozen_reference
+from rollouts.reference.score import FrozenReference, open_frozen_reference
+from rollouts.types import live
 
 T = TypeVar("T")
 
@@ -39,7 +41,7 @@ class ModelSize(NamedTuple):
     loading: int  # at most, while it is loaded: at least `held`
 
 
-@dataclass(eq=False)
+@live
 class _Loaded(Generic[T]):
     value: T
     held: int  # bytes
@@ -47,7 +49,7 @@ class _Loaded(Generic[T]):
     leases: int = 0
 
 
-@dataclass(eq=False)
+@live
 class ReferenceCache(Generic[T]):
     """At most `budget_bytes` of models in memory, by name, for as long as an `aclosing` around it is open.
     Nothing is loaded before a lease asks for it.

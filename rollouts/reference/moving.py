@@ -11,13 +11,11 @@ average is below half the distance of two bfloat16 numbers and would be rounded 
 stands still when a step is below 6e-8 of a weight.) A float32 scoring model's weights are the accumulators.
 """
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -27,18 +25,17 @@ from torch import Tensor
 from rollouts.device_thread import DeviceThread
 from rollouts.errors import BackendError, CheckpointError, ConfigError
 from rollouts.metrics.jsonl import NonNegative
-from rollouts.models.export import save_hf_model
+from rollouts.models.export import copy_bucket, save_hf_model
 from rollouts.models.load import load_hf_model
-from rollouts.protocols import Bucket, TrainingBackend
+from rollouts.protocols import Bucket, TrainingBackend, WeightSink
 from rollouts.reference.score import FrozenReference
-from rollouts.types import FloatRows, RolloutBatch
+from rollouts.types import FloatRows, Numbers, RolloutBatch, T, live
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REFERENCE = "reference"  # the directory in a checkpoint
 STATE_FILE = "moving_reference.json"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +86,15 @@ class _Counters(msgspec.Struct, frozen=True):
     step: NonNegative = 0  # completed steps at the last call of update()
 
 
-@dataclass(eq=False)
+@live
 class MovingReference:
-    """A LogProbScorer whose model follows the policy. Made by open_moving_reference."""
+    """A LogProbScorer whose model follows the policy. Made by open_moving_reference.
 
-    _model: PreTrainedModel  # that scores
-    _averaged: PreTrainedModel  # whose weights are the accumulators; the same where both have one dtype
+    It answers what export_snapshot and WeightSync ask of a backend, for the average.
+    """
+
+    _model: "PreTrainedModel"  # that scores
+    _averaged: "PreTrainedModel"  # whose weights are the accumulators; the same where both have one dtype
     _scorer: FrozenReference  # of _model
     _counters: _Counters
     _rule: UpdateRule
@@ -103,7 +103,7 @@ class MovingReference:
     _followed: tuple[TrainingBackend, Callable[[], int]] | None = None
 
     @property
-    def metrics(self) -> Mapping[str, float]:
+    def metrics(self) -> Numbers:
         """reference/updates: how often the reference moved since its run began, across resumes."""
         return {"reference/updates": float(self._counters.updates)}
 
@@ -133,6 +133,17 @@ class MovingReference:
     async def score(self, batch: RolloutBatch) -> FloatRows:
         """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0. Sees all earlier updates."""
         return await self._run_whole(lambda: self._scorer.score_now(batch))
+
+    forward = score  # by a backend's name: what engines that serve the average are compared with
+
+    @property
+    def trained(self) -> "PreTrainedModel":
+        """The model that names the weights of stream_weights."""
+        return self._averaged
+
+    async def stream_weights(self, sink: WeightSink) -> None:
+        """Hands the accumulators, brought up to date, to `sink` in one bucket. Raises as hold()."""
+        await self._run_whole(lambda: sink([*self._averaged.named_parameters()]))
 
     async def update(self, backend: TrainingBackend, *, step: int) -> bool:
         """Moves the reference if it is due after `step` completed steps; True if it moved. A step that was
@@ -190,8 +201,7 @@ class MovingReference:
         """
 
         def copy() -> tuple[list[tuple[str, Tensor]], _Counters]:
-            held = self._averaged.named_parameters()
-            return [(name, weight.to("cpu", copy=True)) for name, weight in held], self._counters
+            return copy_bucket(self._averaged.named_parameters()), self._counters
 
         held, counters = await self._run_whole(copy)
 

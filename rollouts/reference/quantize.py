@@ -11,8 +11,6 @@ the codes, and runs on a CPU and on a GPU alike. Vectors (norms, biases), short 
 a state space model) and routers of mixtures stay as they are.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path
@@ -26,7 +24,7 @@ from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.models.directories import list_tensors
 from rollouts.models.limits import find_context_limit
 from rollouts.models.sampling import sample_completions
-from rollouts.types import FloatRows, GenerateRequest, RolloutBatch, SamplingParams
+from rollouts.types import Fields, FloatRows, GenerateRequest, Numbers, RolloutBatch, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,7 +57,7 @@ class PackedWeight(nn.Module):
     def __init__(self, weight: Tensor, bits: Bits) -> None:
         """Raises ConfigError if torchao is not installed; ModelError for a weight that is not finite."""
         super().__init__()
-        shape, packed = weight.shape, dict[str, Any].fromkeys(("codes", "scale", "zero"))
+        shape, packed = weight.shape, Fields.fromkeys(("codes", "scale", "zero"))
         if bits == 16:
             # as integers, so that the model's dtype stays that of what it computes in
             packed["codes"] = weight.detach().bfloat16().view(torch.int16)
@@ -128,7 +126,7 @@ def choose_block(columns: int, bits: Bits) -> int:
 # --- models -------------------------------------------------------------------------------------------------
 
 
-def quantize_model(model: PreTrainedModel, bits: Bits) -> None:
+def quantize_model(model: "PreTrainedModel", bits: Bits) -> None:
     """Replaces the model's matrices by codes, in place; it has no gradients afterwards and cannot be saved. A
     tied weight stays tied. Codes replace the matrices of linear layers and embeddings, and the stacked ones
     of a mixture's experts.
@@ -171,7 +169,7 @@ def _replace(module: nn.Module, name: str, packed: PackedWeight) -> None:
     """`module.name` makes the weight anew whenever it is read."""
     del module._parameters[name]
     module.add_module(PACKED + name, packed)
-    changes: dict[str, Any] = {name: property(lambda self: getattr(self, PACKED + name).unpack())}
+    changes: Fields = {name: property(lambda self: getattr(self, PACKED + name).unpack())}
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         changes["forward"] = lambda self, states: _MultiplyPacked.apply(states, self, self.bias)
     if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
@@ -205,7 +203,7 @@ def _count_bits(name: str, shape: tuple[int, ...], dtype: str) -> float:
 # --- the error ----------------------------------------------------------------------------------------------
 
 
-def compare_log_probs(approximate: FloatRows, exact: FloatRows, batch: RolloutBatch) -> dict[str, float]:
+def compare_log_probs(approximate: FloatRows, exact: FloatRows, batch: RolloutBatch) -> Numbers:
     """How far log-probs are from the exact ones on the trained tokens of a batch, in nats.
 
     reference/log_prob_error/mean and /max: of |exact − approximate|, per token. reference/kl_bias: mean(exact
@@ -225,7 +223,7 @@ def compare_log_probs(approximate: FloatRows, exact: FloatRows, batch: RolloutBa
     }
 
 
-def sample_probe(model: PreTrainedModel) -> RolloutBatch:
+def sample_probe(model: "PreTrainedModel") -> RolloutBatch:
     """Rows of tokens that the model itself samples at temperature 1 after its start token: what a policy near
     it would say. Deterministic for one model and machine.
     """

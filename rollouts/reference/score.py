@@ -1,9 +1,7 @@
 """A frozen model that answers with log-probs: the reference of a KL term, a teacher, a reward model."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,27 +18,28 @@ from rollouts.models.forward_plan import ForwardPlan, compute_micro_batch_output
 from rollouts.models.layers import has_scalar_head
 from rollouts.models.limits import find_context_limit
 from rollouts.models.load import load_hf_model
+from rollouts.protocols import Say
 from rollouts.reference.quantize import compare_log_probs, load_torchao, quantize_model, sample_probe
-from rollouts.types import FloatRows, RolloutBatch
+from rollouts.types import FloatRows, Numbers, RolloutBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-Say = Callable[[str], object]
 
 
 class FrozenReference:
     """A LogProbScorer over a model that does not change. Made by open_frozen_reference and the cache."""
 
-    metrics: Mapping[str, float] = {}  # reference/… of a quantised model, see compare_log_probs
+    metrics: Numbers = {}  # reference/… of a quantised model, see compare_log_probs
 
-    def __init__(self, model: PreTrainedModel, device_thread: DeviceThread, micro_batch_tokens: int) -> None:
+    def __init__(
+        self, model: "PreTrainedModel", device_thread: DeviceThread, micro_batch_tokens: int
+    ) -> None:
         """In a job of the device thread: how rows run is found out by running some."""
-        self._model: PreTrainedModel | None = model
+        self.model: PreTrainedModel | None = model.requires_grad_(False)  # None after release()
         self.is_reward_model = has_scalar_head(model)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.context_length = find_context_limit(model.config)  # None: there is none
-        self._plan = plan_forward(model)
+        self.plan = plan_forward(model)
         self._device_thread = device_thread
         self._micro_batch_tokens = micro_batch_tokens
 
@@ -52,12 +51,12 @@ class FrozenReference:
 
     def score_now(self, batch: RolloutBatch) -> FloatRows:
         """`score`, for jobs of the device thread."""
-        if not self._model:
+        if not self.model:
             raise BackendClosed("this reference was released; score inside the `async with` of its lease")
         return score_batch(
-            self._model,
+            self.model,
             batch,
-            plan=self._plan,
+            plan=self.plan,
             micro_batch_tokens=self._micro_batch_tokens,
             on_boundary=self._device_thread.check_open,
         )
@@ -66,7 +65,7 @@ class FrozenReference:
         """Returns when the memory of the model is free."""
 
         def free() -> None:
-            self._model = None
+            self.model = None
             gc.collect()  # modules refer to each other in circles
             if torch.cuda.is_initialized():  # pragma: gpu
                 torch.cuda.empty_cache()
@@ -75,7 +74,7 @@ class FrozenReference:
 
 
 def score_batch(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     batch: RolloutBatch,
     *,
     plan: ForwardPlan | None = None,
@@ -133,7 +132,7 @@ async def open_frozen_reference(
             load_torchao()  # before the minutes that a large model takes
         own_dtype = torch.float32 if quantised or head == "scalar" else getattr(torch, dtype)
         model: Any = load_hf_model(path, dtype=own_dtype, head=head)
-        model = model.to("cpu" if quantised else device).requires_grad_(False)
+        model = model.to("cpu" if quantised else device)
         reference = FrozenReference(model, device_thread, micro_batch_tokens)
         if not quantised:
             return reference

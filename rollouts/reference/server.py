@@ -12,9 +12,8 @@ are in the server's dtype: in bfloat16 a log-prob is off by some hundredths of a
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -31,9 +30,8 @@ from rollouts.errors import (
 )
 from rollouts.models.directories import ModelHead
 from rollouts.processes.nurseries import run_all
-from rollouts.types import BoolArray, FloatArray, FloatRows, IntArray, RolloutBatch
+from rollouts.types import BoolArray, Fields, FloatArray, FloatRows, IntArray, RolloutBatch, T, live
 
-T = TypeVar("T")
 ServerKind = Literal["vllm", "sglang", "rollouts"]
 REALM = "rollouts"  # that a training service names in www-authenticate to a call without a key
 NO_LOG_PROB = -9999.0  # what vLLM writes for NaN and −infinity
@@ -44,7 +42,7 @@ IN_FLIGHT = 32  # requests at once
 SILENCE_S = 600.0  # without a byte, after which an answer is given up
 
 
-@dataclass(eq=False)
+@live
 class ServerReference:
     """A LogProbScorer on a server. Made by open_server_reference."""
 
@@ -145,7 +143,7 @@ def digest_vocabulary(tokenizer: Any) -> str:
     return hashlib.sha256(msgspec.json.encode(sorted(tokenizer.get_vocab().items()))).hexdigest()
 
 
-@dataclass(eq=False)
+@live
 class ServiceReference:
     """A LogProbScorer on a training service. Made by open_server_reference."""
 
@@ -195,7 +193,7 @@ async def open_server_reference(
         if kind == "rollouts":
             yield ServiceReference(server, await server.read("", Served))
             return
-        served = await server.read("/v1/models", list[dict[str, Any]], "data")
+        served = await server.read("/v1/models", list[Fields], "data")
         if len(served) != 1:
             raise EngineSetupError(
                 f"the server at {client.url} serves {len(served)} models; a reference's server serves one"

@@ -1,9 +1,10 @@
 """A step computed again in float64 from its record, and compared, update by update and as a whole."""
 
 import re
+import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from rollouts.config.load import load_recorded
 from rollouts.config.schema import RLTrainingConfig
@@ -21,12 +21,11 @@ from rollouts.loops.updates import begin_last_pass
 from rollouts.losses import LossInputs, resolve_loss, wants_entropy_gradient
 from rollouts.metrics.jsonl import Place, Row, newest_attempts, parse_row, read_lines
 from rollouts.metrics.token_shards import read_token_arrays
-from rollouts.run_dir import RunDir
-from rollouts.types import LOSS_FIELDS, LossSpec
+from rollouts.run_dir import RunDir, part_path
+from rollouts.types import LOSS_FIELDS, Fields, LossSpec
 
 Columns = Mapping[str, NDArray[Any]]  # [T] of one row, by name
 Updates = list[list[Row]]  # of a step: the rows of contributions.jsonl, in the order of the batch
-CHUNK_TOKENS = 1 << 19  # padded, of rows that are computed at once
 CHOOSE_AMONG_MICRO_BATCH = ("clip_cov", "kl_cov")
 TOLERANCE = 1e-5  # of a loss relative to max(FLOOR, |loss|), and of a share
 FLOOR = 1e-3
@@ -78,7 +77,11 @@ def run_replay(arguments: Namespace) -> int:
     """
     try:
         replay = replay_step(
-            arguments.run_dir, stage=arguments.stage, step=arguments.step, update=arguments.update
+            arguments.run_dir,
+            stage=arguments.stage,
+            step=arguments.step,
+            update=arguments.update,
+            loss=arguments.loss,
         )
     except RecordError as error:
         print(f"RecordError: {error}", file=sys.stderr)
@@ -106,8 +109,9 @@ def run_replay(arguments: Namespace) -> int:
     return 0 if not replay.problems and all(one.is_same for one in replay.losses) else 1
 
 
-def replay_step(root: Path, *, stage: str, step: int, update: int | None) -> StepReplay:
-    """The step's losses from the record alone. `update`: only this one.
+def replay_step(root: Path, *, stage: str, step: int, update: int | None, loss: str = "") -> StepReplay:
+    """The step's losses from the record alone. `update`: only this one. `loss`: a function that the config
+    names too; without it none is imported, for a record may be anybody's.
 
     Raises RecordError naming what the record lacks, or a loss that cannot be replayed; ConfigError,
     PlugInError and RunDirError as what reads the config, the loss and the files.
@@ -127,6 +131,11 @@ def replay_step(root: Path, *, stage: str, step: int, update: int | None) -> Ste
             " computed again"
         )
     algorithm = choose_algorithm(config, step, LoopState(metrics.get("kl/coef", config.kl_coef)))
+    if ":" in algorithm.loss.name and algorithm.loss.name != loss:
+        raise RecordError(
+            f"{run_dir.config} names the loss {algorithm.loss.name!r}, and nothing is imported because a"
+            f" record says so; where you trust it, add --loss {shlex.quote(algorithm.loss.name)}"
+        )
     check_replayable(algorithm.loss)
     count = len(updates)
     chosen = [number for number in range(count) if update in (None, number)]
@@ -230,9 +239,16 @@ def read_step(run_dir: RunDir, stage: str, step: int) -> tuple[Row, Updates]:
             f"{run_dir.root} has no row of {stage} step {step}; it was not trained, or is not complete"
         )
     metrics = steps[-1]
-    attempt = metrics["attempt"]
+    attempt = metrics.get("attempt")
     by_update = {}
     for row in find_rows(run_dir.contributions, stage, step):
+        for name in ("loss", "denominator", "share", "tokens", "row", "update"):
+            whole = name in ("tokens", "row", "update")
+            if not isinstance(row.get(name), int if whole else int | float | None):
+                raise RecordError(
+                    f"{run_dir.contributions}: {name} of {stage} step {step} is {row.get(name)!r}, which is"
+                    " no number; the file is damaged"
+                )
         if row.get("attempt") == attempt:
             by_update.setdefault(row["update"], []).append(row)
     if not by_update:
@@ -255,13 +271,23 @@ def read_step(run_dir: RunDir, stage: str, step: int) -> tuple[Row, Updates]:
 
 
 def find_rows(path: Path, stage: str, step: int) -> list[Row]:
-    """The rows of a step of every attempt, in the order of the file; torn lines are left out.
+    """The rows of a step of every attempt, in the order of the file; a torn last line is left out. Raises
+    RecordError for a damaged one.
 
     Lines are told apart before they are parsed, for a long run has millions.
     """
     of_step = re.compile(rb'"step":\s*%d[,}]' % step)
-    rows = (parse_row(line) for line, _ in read_lines(path, Place()) if of_step.search(line))
-    return [row for row in rows if row and row.get("step") == step and row.get("stage") == stage]
+    rows = []
+    for line, after in read_lines(path, Place()):
+        row = parse_row(line) if of_step.search(line) else {}
+        if row is None:
+            raise RecordError(
+                f"{part_path(path, after.part)}: the line that ends at byte {after.offset}, of step {step},"
+                " is damaged"
+            )
+        if row.get("step") == step and row.get("stage") == stage:
+            rows.append(row)
+    return rows
 
 
 # --- a loss computed again ----------------------------------------------------------------------------------
@@ -300,8 +326,8 @@ def recompute(spec: LossSpec, rows: Sequence[Columns]) -> Recomputed:
     loss_fn = resolve_loss(spec.name)
     total, count = 0.0, 0.0
     slopes = np.zeros(len(rows))
-    for chosen in chunk_rows([len(row["mask"]) for row in rows]):
-        inputs, log_probs = make_inputs([rows[index] for index in chosen])
+    for index, row in enumerate(rows):
+        inputs, log_probs = make_inputs(row)
         try:
             output = loss_fn(inputs, unit=spec.unit, **spec.params)
             output.sum.backward()
@@ -314,28 +340,16 @@ def recompute(spec: LossSpec, rows: Sequence[Columns]) -> Recomputed:
         total += output.sum.item()
         count += float(output.count)
         assert log_probs.grad is not None
-        slopes[chosen] = log_probs.grad.abs().sum(dim=-1).numpy()
+        slopes[index] = log_probs.grad.abs().sum().item()
     return Recomputed(total, count, slopes)
 
 
-def chunk_rows(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """All rows, those of like length together, as many at once as CHUNK_TOKENS allow when padded."""
-    chunk = []
-    for index in np.argsort(lengths, kind="stable").tolist():
-        if chunk and (len(chunk) + 1) * lengths[index] > CHUNK_TOKENS:
-            yield chunk
-            chunk = []
-        chunk.append(index)
-    if chunk:
-        yield chunk
+def make_inputs(row: Columns) -> tuple[LossInputs, Tensor]:
+    """The inputs of a loss in float64, [1, T], and their log-probs, whose gradient is wanted."""
 
+    def widen(name: str) -> Tensor:
+        return torch.tensor(row[name][None], dtype=torch.float64)
 
-def make_inputs(rows: Sequence[Columns]) -> tuple[LossInputs, Tensor]:
-    """The inputs of a loss in float64, [B, T] right-padded, and their log-probs, whose gradient is wanted."""
-
-    def pad(name: str) -> Tensor:
-        return pad_sequence([torch.tensor(row[name], dtype=torch.float64) for row in rows], batch_first=True)
-
-    log_probs = pad("log_prob").requires_grad_()
-    fields: dict[str, Any] = {field: pad(name) for name, field in LOSS_FIELDS.items() if name in rows[0]}
-    return LossInputs(log_probs=log_probs, mask=pad("mask") > 0, **fields), log_probs
+    log_probs = widen("log_prob").requires_grad_()
+    fields: Fields = {field: widen(name) for name, field in LOSS_FIELDS.items() if name in row}
+    return LossInputs(log_probs=log_probs, mask=widen("mask") > 0, **fields), log_probs

@@ -17,12 +17,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import trio
 
 from rollouts.data.mixture import SOURCE_FIELD
 from rollouts.engines.wire import HIGHEST_LOG_PROB, LOWEST_LOG_PROB
 from rollouts.errors import EnvironmentFailed, RewardTimeout, RolloutsError, UserFunctionError
-from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RankerFn, RewardFn
+from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RankerFn, RewardFn, Say
 from rollouts.rewards.check import (
     check_decision,
     check_group_rewards,
@@ -34,7 +35,18 @@ from rollouts.rewards.check import (
     is_async,
     shorten,
 )
-from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, SamplingParams, Status
+from rollouts.types import (
+    Completion,
+    FilterDecision,
+    FloatArray,
+    Function,
+    IntArray,
+    RewardResult,
+    Sample,
+    SampleGroup,
+    SamplingParams,
+    Status,
+)
 
 OWN_METADATA = ("prompt_id", "epoch", SOURCE_FIELD)  # of a sample, whatever a generate function answers
 # calls of sync functions at once: enough to hide waiting for a service; Python code shares one lock anyway
@@ -51,11 +63,13 @@ async def call_generate(
     sampling: SamplingParams,
     *,
     newest_version: Callable[[], int] = lambda: sys.maxsize,
+    made: Sequence[Completion] | None = None,
 ) -> tuple[Sample, ...]:
     """The segments of one trajectory, at least one, none of them pending; they carry the id of `sample`
     (later ones id.1, id.2, …), its group, and its prompt_id, epoch and source.
 
-    newest_version: the trainer's, where the segments are to train. Raises what the engine and the data raised
+    newest_version: the trainer's, where the segments are to train. made: what the engine has answered when
+    the function returns, where that is known. Raises what the engine and the data raised
     (EngineError, DataError, ModelError); UserFunctionError for any other exception, for an answer that is not
     a sample or a sequence of samples, and for one that could not be trained on or recorded.
     """
@@ -77,7 +91,7 @@ async def call_generate(
     named = []
     for index, segment in enumerate(segments):
         check_metadata(segment, where)
-        _check_trains(segment, where, engine.features.vocab_size, newest_version())
+        _check_trains(segment, where, engine.features.vocab_size, newest_version(), made)
         name = f"{sample.id}.{index}" if index else sample.id  # number_trajectories reads it
         fields = {"id": name, "group_index": sample.group_index, "metadata": {**segment.metadata, **own}}
         same = all(getattr(segment, key) == value for key, value in fields.items())
@@ -85,17 +99,28 @@ async def call_generate(
     return tuple(named)
 
 
-def _check_trains(sample: Sample, where: str, vocab_size: int, newest: int) -> None:
+def _check_trains(
+    sample: Sample, where: str, vocab_size: int, newest: int, made: Sequence[Completion] | None
+) -> None:
     """Raises UserFunctionError, beginning with `where`, for a sample that would fail its batch, or falsify
     it: what its constructor cannot know.
     """
     mask, largest = sample.loss_mask, sample.tokens.max(initial=0)
     log_probs, versions = sample.rollout_log_probs[mask], sample.weight_versions[mask]
     odd = log_probs[(log_probs > HIGHEST_LOG_PROB) | (log_probs < LOWEST_LOG_PROB)]
-    strange = versions[(versions < 0) | (versions > newest)] if newest < sys.maxsize else ()
+    trains = newest < sys.maxsize
+    strange = versions[(versions < 0) | (versions > newest)] if trains else ()
+    foreign: Any = ()
+    if trains and made is not None:
+        given = {row for one in made for row in _made_rows(one.token_ids, one.log_probs, one.weight_versions)}
+        own = _made_rows(sample.tokens[mask], log_probs, versions)
+        foreign = [row[0] for row in own if row not in given]
     for rule, broken in {
         "status is still pending; set completed, truncated, aborted or failed": (
             sample.status is Status.PENDING
+        ),
+        "tokens are empty; return what was generated, or the sample as failed": (
+            trains and not len(mask) and sample.status in (Status.COMPLETED, Status.TRUNCATED)
         ),
         "loss_mask trains the first token; nothing comes before it to predict it from: mask it out": (
             mask[:1].any()
@@ -105,9 +130,17 @@ def _check_trains(sample: Sample, where: str, vocab_size: int, newest: int) -> N
         f" {LOWEST_LOG_PROB:g}": len(odd),
         f"weight_versions hold {strange[:1]} for a token that trains, and the trainer is at {newest}; take"
         " them and the log-probs over from the completion, or mask it out": len(strange),
+        f"tokens hold {foreign[:1]} to train, with a log-prob that the engine has not given for it at that"
+        " version; take them over from the completion, or mask it out": len(foreign),
     }.items():
         if broken:
             raise UserFunctionError(f"{where} returned a sample whose {rule}")
+
+
+def _made_rows(tokens: IntArray, log_probs: FloatArray, versions: IntArray) -> list[tuple[int, float, int]]:
+    """Each token with its log-prob, as samples hold it, and version."""
+    numbers = np.asarray(log_probs, np.float32)
+    return [*zip(np.asarray(tokens).tolist(), numbers.tolist(), np.asarray(versions).tolist(), strict=True)]
 
 
 async def call_reward(reward: RewardFn, sample: Sample, *, timeout_s: float = math.inf) -> RewardResult:
@@ -156,7 +189,7 @@ async def call_ranker(ranker: RankerFn, group: SampleGroup, *, timeout_s: float)
 
 
 @contextlib.contextmanager
-def watch_blocking(warn: Callable[[str], None]) -> Iterator[None]:
+def watch_blocking(warn: Say) -> Iterator[None]:
     """While open, `warn` gets a sentence, once for each function, about an async user function that held the
     event loop for more than BLOCKING_S in one step.
 
@@ -184,7 +217,7 @@ def watch_blocking(warn: Callable[[str], None]) -> Iterator[None]:
 
 
 async def call_user(
-    function: Callable[..., Any],
+    function: Function,
     *arguments: object,
     where: str,
     timeout_s: float = math.inf,

@@ -18,9 +18,10 @@ import numpy as np
 
 from rollouts.errors import ConfigError, UserFunctionError, require
 from rollouts.messages import check_json
-from rollouts.types import FilterDecision, RewardResult, Sample
+from rollouts.types import FilterDecision, Function, Numbers, RewardResult, Sample
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # batches hold rewards in float32
+TURNS = "turns"  # the part of a reward that the turns of a trajectory have earned
 NOTE_CHARS = 10_000  # of a note; the rest is cut
 TRACEBACK_FRAMES, TRACEBACK_CHARS = 4, 2000  # of a failure's record, the last
 # exceptions that a user's function may raise as its own; KeyboardInterrupt and Cancelled are not among them
@@ -85,8 +86,8 @@ def check_decision(answer: object, filter_name: str, where: str) -> FilterDecisi
 
 
 def require_choice(name: str, value: object, literal: Any) -> None:
-    """Raises ConfigError naming the option unless its value is one of a Literal's."""
-    known = get_args(literal)
+    """Raises ConfigError naming the option unless its value is one of a Literal's, or of a collection."""
+    known = get_args(literal) or literal
     require(value in known, f"{name}={value!r}; it must be one of {', '.join(known)}")
 
 
@@ -111,13 +112,13 @@ def apply_reward(sample: Sample, result: RewardResult) -> Sample:
 def reward_trajectory(segments: Sequence[Sample], final: RewardResult) -> tuple[Sample, ...]:
     """The segments of a trajectory with the reward that all share: `final` and the rewards of its turns.
 
-    Where a turn has one, or the last segment already a part "turns", the parts are those of `final`, without
-    any the part "final", and "turns": the sum of theirs. Raises UserFunctionError as apply_reward, and where
+    Where a turn has one, or the last segment already a part TURNS, the parts are those of `final`, without
+    any the part "final", and TURNS: the sum of theirs. Raises UserFunctionError as apply_reward, and where
     float32 cannot hold the sum.
     """
     turns = [one.turn_rewards.sum(dtype=np.float64) for one in segments]
-    if any(turns) or "turns" in segments[-1].rewards:
-        parts = {**(final.parts or {"final": final.reward}), "turns": math.fsum(turns)}
+    if any(turns) or TURNS in segments[-1].rewards:
+        parts = {**(final.parts or {"final": final.reward}), TURNS: math.fsum(turns)}
         total = add_up((final.reward, *turns), f"the turns of sample {segments[-1].id}")
         final = replace(final, reward=total, parts=parts)
     return tuple(apply_reward(one, final) for one in segments)
@@ -133,7 +134,7 @@ def check_metadata(sample: Sample, where: str) -> None:
         ) from error
 
 
-def function_name(function: Callable[..., Any]) -> str:
+def function_name(function: Function) -> str:
     """The name by which errors and metrics call a function, without its module: through functools.partial;
     the class of a callable object.
     """
@@ -141,7 +142,7 @@ def function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Function) -> bool:
     """Whether calling it gives a coroutine: a coroutine function, also through functools.partial, or an
     object with an async __call__.
     """
@@ -149,7 +150,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     return any(map(inspect.iscoroutinefunction, (function, function.__call__)))
 
 
-def _unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
+def _unwrap(function: Function) -> Function:
     while isinstance(function, partial):
         function = function.func
     return function
@@ -188,7 +189,7 @@ def add_up(values: Iterable[float], where: str) -> float:
         ) from error
 
 
-def _check_parts(parts: Mapping[Any, Any], where: str) -> dict[str, float]:
+def _check_parts(parts: Mapping[Any, Any], where: str) -> Numbers:
     try:
         items = [*parts.items()]
     except RAISED as error:

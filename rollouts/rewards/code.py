@@ -25,7 +25,7 @@ from rollouts.errors import ConfigError, DataError, UserFunctionError, require
 from rollouts.processes.program import run_program
 from rollouts.rewards.check import PlainReward
 from rollouts.rewards.exact import read_answer
-from rollouts.types import RewardResult, Sample
+from rollouts.types import Fields, RewardResult, Sample
 
 CHILD = Path(__file__).with_name("code_child.py")
 FENCED = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -200,9 +200,7 @@ def _check_options(limits: Limits, required: Sequence[str], import_paths: Sequen
         )
 
 
-def _run_child(
-    request: Mapping[str, Any], test: Test, limits: Limits, *, where: str = ""
-) -> tuple[Mapping[str, Any], str]:
+def _run_child(request: Fields, test: Test, limits: Limits, *, where: str = "") -> tuple[Fields, str]:
     """What a child reported of one test, and why the test failed, "" if it passed.
 
     Raises UserFunctionError if the child did not start.

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollouts.errors import require
 from rollouts.rewards.check import PlainReward, add_up, check_reward, function_name, is_async
-from rollouts.types import RewardResult, Sample
+from rollouts.types import Numbers, RewardResult, Sample
 
 SyncReward = Callable[[Sample], Any]
 
@@ -15,7 +15,7 @@ SyncReward = Callable[[Sample], Any]
 def combine_rewards(
     rewards: Mapping[str, SyncReward] | Sequence[tuple[str, SyncReward]],
     *,
-    weights: Mapping[str, float] | None = None,
+    weights: Numbers | None = None,
     aggregate: Callable[[list[float]], float] = math.fsum,
 ) -> PlainReward:
     """A reward of Σ weight · reward over the named sync rewards; without weights each counts once. aggregate
@@ -54,7 +54,7 @@ def combine_rewards(
     return combined_reward
 
 
-def apply_weights(result: RewardResult, weights: Mapping[str, float]) -> RewardResult:
+def apply_weights(result: RewardResult, weights: Numbers) -> RewardResult:
     """The result with the reward Σ weight · part; parts and note stay as they are.
 
     Every part needs a weight, 0 for one that shall not count; only the details of a part (`exact.exact` where
@@ -68,8 +68,8 @@ def apply_weights(result: RewardResult, weights: Mapping[str, float]) -> RewardR
 
 
 def check_weights(
-    weights: Mapping[str, float], parts: Collection[str] | None = None, needed: Collection[str] = ()
-) -> Mapping[str, float]:
+    weights: Numbers, parts: Collection[str] | None = None, needed: Collection[str] = ()
+) -> Numbers:
     """The weights. Raises ConfigError naming one that is no finite number, one whose part is not among
     `parts` (None: not known yet), and a needed part without weight.
     """

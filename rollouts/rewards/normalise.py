@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rollouts.advantages.inputs import check_rows
-from rollouts.types import FloatArray
+from rollouts.advantages.inputs import Floats, check_rows
+from rollouts.types import FloatArray, Numbers
 
 
 @dataclass
@@ -33,6 +33,15 @@ class RewardNormaliser:
         deviation = (self.squares / max(self.count, 1)) ** 0.5
         return ((values - self.mean) / (deviation + 1e-8)).astype(np.float32)
 
-    def state_dict(self) -> dict[str, float]:
+    def scale(self, rewards: ArrayLike) -> Floats:
+        """By those before alone, which these do not join; not divided where there were none, or all alike but
+        for rounding.
+        """
+        deviation = (self.squares / max(self.count, 1)) ** 0.5
+        if deviation <= 1e-6 * max(1.0, abs(self.mean)):
+            deviation = 1.0
+        return (np.asarray(rewards, np.float64) - self.mean) / deviation
+
+    def state_dict(self) -> Numbers:
         """RewardNormaliser(**state) goes on from it."""
         return asdict(self)

@@ -19,7 +19,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache, partial
@@ -32,7 +32,8 @@ import numpy as np
 from rollouts.config.plugins import load_function
 from rollouts.errors import EnvironmentFailed, PlugInError, ToolError, UserFunctionError
 from rollouts.rewards.check import check_group_rewards, check_reward, describe, show_traceback
-from rollouts.types import Sample
+from rollouts.rewards.library import LIBRARY
+from rollouts.types import Fields, Function, Sample
 
 TEXT_CHARS = 2000  # of a message
 EXIT_LOST_CHANNEL = 113  # the function closed the channel, so that the worker cannot answer
@@ -93,7 +94,7 @@ def _encode_value(value: Any) -> Any:
     return base64.b64encode(value.tobytes()).decode() if isinstance(value, np.ndarray) else dict(value)
 
 
-def decode_sample(record: Mapping[str, Any]) -> Sample:
+def decode_sample(record: Fields) -> Sample:
     """The sample that encode_json wrote."""
     arrays = {name: np.frombuffer(base64.b64decode(record[name]), dtype) for name, dtype in DTYPES.items()}
     return Sample(**{**record, **arrays})
@@ -120,9 +121,9 @@ def main(serve: Callable[..., Job]) -> None:
     os.close(nothing)
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     faulthandler.enable(all_threads=False)  # a segmentation fault says where, on stderr
-    own_pid, request = os.getpid(), dict[str, Any]()
+    own_pid, request = os.getpid(), Fields()
 
-    def send(answer: Mapping[str, Any] | None) -> None:
+    def send(answer: Fields | None) -> None:
         """An answer, or with None that the function is loaded."""
         if os.getpid() != own_pid:
             os._exit(0)  # a child that a C library forked and that came back through the function
@@ -149,9 +150,7 @@ def main(serve: Callable[..., Job]) -> None:
     os._exit(0)
 
 
-def _serve(
-    request: Mapping[str, Any], send: Callable[[None], None], serve: Callable[..., Job]
-) -> dict[str, Any]:
+def _serve(request: Fields, send: Callable[[None], None], serve: Callable[..., Job]) -> Fields:
     """The answer to a request: the function is loaded and called, and its process looked at."""
     where = request["where"]
     before, threads, in_function = None, set(sys._current_frames()), False
@@ -189,7 +188,7 @@ def _serve(
     return {**answer, "unfit": unfit}
 
 
-def serve_reward(request: Mapping[str, Any], where: str) -> Job:
+def serve_reward(request: Fields, where: str) -> Job:
     """A reward or group reward function on samples."""
     function = load_named(request, where)
     samples = tuple(map(decode_sample, request["samples"]))
@@ -200,11 +199,14 @@ def serve_reward(request: Mapping[str, Any], where: str) -> Job:
     yield [check_reward(value, where)]
 
 
-def load_named(request: Mapping[str, Any], where: str) -> Callable[..., Any]:
+def load_named(request: Fields, where: str) -> Function:
     """The function of a request. Raises UserFunctionError."""
     name, base_dir = request["name"], request["base_dir"]
     try:
-        function = load_function(name, role=request["role"], base_dir=Path(base_dir))
+        role, params = request["role"], request.get("params", {})
+        function = load_function(
+            name, role=role, base_dir=Path(base_dir), built_in=LIBRARY.get(role), params=params
+        )
     except PlugInError as error:
         raise UserFunctionError(f"{where} cannot be called: {error}") from error.__cause__
     if hash_file(name, base_dir) != request["digest"]:
@@ -212,7 +214,7 @@ def load_named(request: Mapping[str, Any], where: str) -> Callable[..., Any]:
             f"{where} cannot be called: the file of {name} was changed during the run, and workers that began"
             " earlier have the old one; put it back, or stop and go on with --resume"
         )
-    return function
+    return partial(function, **params) if params else function
 
 
 def _take_state() -> list[object]:

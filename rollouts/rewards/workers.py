@@ -12,6 +12,7 @@ also where a function kills the guard or the trainer is killed. Limits are for m
 harm has the trainer's user and could kill the trainer.
 """
 
+import ctypes
 import math
 import os
 import re
@@ -20,7 +21,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,11 +35,12 @@ from rollouts.errors import (
     UserFunctionError,
     require,
 )
+from rollouts.processes.guard import PR_SET_DUMPABLE, prctl
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.processes.process import Process, open_process
 from rollouts.processes.program import wait_readable
 from rollouts.rewards.worker import EXIT_LOST_CHANNEL, Answer, BadAnswer, encode_json, hash_file, parse_answer
-from rollouts.types import RewardResult, Sample
+from rollouts.types import Fields, Function, RewardResult, Sample, Texts, live
 
 # for a worker to start and to import a function's module, which may well load torch
 LOAD_TIMEOUT_S = 120.0
@@ -49,6 +50,7 @@ END_S = 0.5  # for a worker that closed its channel to end by itself, so that it
 TAIL_CHARS = 400  # of a function's output that a message quotes
 PRINTED = "; the last it printed: "
 FATAL = "Fatal Python error"  # with which faulthandler begins
+DEBUGGER = "ROLLOUTS_DEBUGGER"
 SECRET_NAMES = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -78,7 +80,7 @@ async def open_workers(
 
     `timeout_s` of one call, from when its worker has it; `memory_bytes` that a worker, and each process that
     it starts, may allocate; `output_bytes` that a call may print, and that its answer may have. `module` is
-    what the processes run. Raises RewardCrashed, in a group, if they cannot be started.
+    what the processes run. Where they cannot be started, calls raise RewardCrashed.
     """
     require(count >= 1, f"count={count} workers; there must be at least 1")
     workers = Workers(count, timeout_s, memory_bytes, output_bytes, module)
@@ -86,7 +88,7 @@ async def open_workers(
         yield workers
 
 
-@dataclass(eq=False)
+@live
 class Workers:
     """Worker processes that call functions by name. Made by open_workers."""
 
@@ -100,19 +102,26 @@ class Workers:
         self._nursery: trio.Nursery
         self._slots = self._lent = 0  # processes that are kept up; blocks that have one or wait for one
         self._started = 0
-        self._offer, self._ready = trio.open_memory_channel[Worker](math.inf)
+        self._offer, self._ready = trio.open_memory_channel[Worker | str](math.inf)  # or why there is none
 
     def statistics(self) -> Mapping[str, int]:
         """How many were started, and how many are with a call or an environment."""
         return {"workers_started": self._started, "lent": self._lent}
 
-    def reward(self, name: str, base_dir: Path, role: str = "reward") -> Callable[..., Any]:
-        """An async reward function that calls the plain function which `name` means, in a worker; of role
-        "group_reward" one that scores the samples of a group together. It raises what call_reward raises.
+    def reward(
+        self,
+        name: str,
+        base_dir: Path,
+        role: str = "reward",
+        params: Mapping[str, str | float] = {},
+    ) -> Function:
+        """An async reward function that calls the plain function which `name` means, with `params` by
+        keyword, in a worker; of role "group_reward" one that scores the samples of a group together. It
+        raises what call_reward raises.
 
         Workers refuse a file whose bytes have changed since.
         """
-        request = name_function(role, name, base_dir)
+        request = {**name_function(role, name, base_dir), "params": params}
 
         async def call(given: Sample | Sequence[Sample]) -> RewardResult | tuple[RewardResult, ...]:
             alone = isinstance(given, Sample)
@@ -129,7 +138,7 @@ class Workers:
 
     # --- calls ---
 
-    async def call(self, request: Mapping[str, Any], where: str, kind: Any = Any) -> Any:
+    async def call(self, request: Fields, where: str, kind: Any = Any) -> Any:
         """What a worker answers to a request whose errors begin with `where`: a value of that type. Raises as
         `lend` says.
         """
@@ -146,7 +155,7 @@ class Workers:
         """
         turn, unfit = trio.Lock(), False
 
-        async def ask(request: Mapping[str, Any], where: str, kind: Any = Any) -> Any:
+        async def ask(request: Fields, where: str, kind: Any = Any) -> Any:
             nonlocal unfit
             async with turn:
                 try:
@@ -167,7 +176,12 @@ class Workers:
                 self._slots += 1
                 self._nursery.start_soon(self._run_worker)
             # the next one when a worker has ended, or has written bytes that nobody asked for
-            while is_readable((worker := await self._ready.receive()).process):
+            while True:
+                if isinstance(found := await self._ready.receive(), str):
+                    raise RewardCrashed(found)
+                worker = found
+                if not is_readable(worker.process):
+                    break
                 worker.unfit.set()
             try:
                 yield ask
@@ -181,7 +195,7 @@ class Workers:
         finally:
             self._lent -= 1
 
-    async def _exchange(self, process: Process, request: Mapping[str, Any], where: str, kind: Any) -> Answer:
+    async def _exchange(self, process: Process, request: Fields, where: str, kind: Any) -> Answer:
         """The worker's answer to a request. Raises RewardTimeout, and RewardCrashed where there is none."""
         channel, request_id = process.channel, secrets.token_hex(16)
         line = encode_json({**request, "id": request_id, "where": where}).encode() + b"\n"
@@ -232,8 +246,8 @@ class Workers:
         return answer
 
     async def _run_worker(self) -> None:
-        """Keeps one process ready: another when a call has left one unfit. Ends by cancellation. Raises
-        RewardCrashed if no process can be started.
+        """Keeps one process ready: another when a call has left one unfit. Ends by cancellation, or when no
+        process can be started: then one call fails, and the next tries again.
         """
         argv = [sys.executable, "-P", "-m", self.module, os.environ.get("PYTHONPATH", "")]
         failures, reason = 0, ""
@@ -262,7 +276,8 @@ class Workers:
                 reason = f"did not start: {error}"
             failures += 1
             await trio.sleep(BACK_OFF_S)
-        raise RewardCrashed(f"a worker process {reason}")
+        self._slots -= 1
+        self._offer.send_nowait(f"a worker process {reason}")
 
 
 async def kill_when_loud(process: Process) -> None:
@@ -296,7 +311,26 @@ def is_readable(process: Process) -> bool:
     return wait_readable(0, process.channel.socket.fileno())
 
 
-def make_environment() -> dict[str, str]:
+def hide_process() -> None:
+    """Keeps this process's memory, and what its environment holds that looks like a secret, from workers and
+    other programs of its user: nor can gdb or py-spy look into it, and it leaves no core file, unless
+    DEBUGGER is set. On Linux.
+    """
+    if DEBUGGER in os.environ or sys.platform != "linux":
+        return
+    prctl(PR_SET_DUMPABLE, 0)
+    # root may read what a process was started with all the same: so secrets move, and are blotted out there
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    at, end = map(int, fields[47:49])  # env_start and env_end: proc(5)
+    for entry in ctypes.string_at(at, end - at).split(b"\0"):
+        name, _, value = entry.partition(b"=")
+        if name in os.environb and SECRET_NAMES.search(os.fsdecode(name)):
+            os.environb[name] = os.environb[name]
+            ctypes.memset(at + len(name) + 1, ord("*"), len(value))
+        at += len(entry) + 1
+
+
+def make_environment() -> Texts:
     """The trainer's environment without what looks like a secret, with its import path, and one thread per
     numerical library.
     """

@@ -5,8 +5,6 @@
 Every answer has a Content-Length: the SDK takes a 4xx without one for a proxy's and tries again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -37,6 +35,7 @@ from rollouts.serve.sampling import run_sample
 from rollouts.serve.service import Service
 from rollouts.serve.store import FAILED, JSON, Row
 from rollouts.serve.wire import parse_envelope
+from rollouts.types import Fields, Function, Texts
 
 KEYLESS = "/files/"  # below it, addresses have a signature instead
 # seconds after which a failure of training is told: what was sent behind it, unknowing, has come by then
@@ -53,9 +52,6 @@ CLIENT_CONFIG = {
     "sample_cancel_enabled": True,
 }
 QUEUED = ("optim_step", "save_weights", "save_weights_external", "save_weights_for_sampler")
-
-
-Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,7 @@ class Call:
             raise ServiceRefused(f"{name} in the query must be a whole number: {error}") from error
 
 
-Handler = Callable[..., Any]
+Handler = Function
 """Takes the call and what its path names; gives an answer's fields, or a Response, at once or awaited."""
 
 
@@ -381,7 +377,7 @@ TINKER: Mapping[str, Handler] = {
 }
 
 
-def make_app(service: Service, keys: Mapping[str, str], routes: Mapping[str, Handler]) -> Starlette:
+def make_app(service: Service, keys: Texts, routes: Mapping[str, Handler]) -> Starlette:
     """The application. `keys`: users by their keys; `routes`: further ones, by method and path."""
     owners = {hashlib.sha256(key.encode()).digest(): owner for key, owner in keys.items()}
 

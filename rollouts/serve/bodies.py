@@ -1,7 +1,5 @@
 """The JSON that clients send: fields that are not here are ignored, as newer SDKs have more."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec

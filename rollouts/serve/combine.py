@@ -8,17 +8,15 @@ takes to step the optimizers and to cross the network. So the device is not left
 that is alone waits for nobody.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 import trio
 
 from rollouts.backends.pytorch import RankedTrainingBackend as Backend
 from rollouts.backends.together import Asked, forward_backward_together
-from rollouts.types import ForwardBackwardResult
+from rollouts.types import ForwardBackwardResult, live
 
 if TYPE_CHECKING:
     from rollouts.device_thread import DeviceThread
@@ -29,11 +27,11 @@ Answer = ForwardBackwardResult | Exception
 Waiting = tuple[Asked, trio.MemorySendChannel[Answer]]  # a request, and where its answer goes
 
 
-@dataclass(eq=False)
+@live
 class Combiner:
     """What waits for the next pass. Somebody must be in run_passes."""
 
-    device_thread: DeviceThread
+    device_thread: "DeviceThread"
     window_s: float  # that an idle device waits for the next of those that are expected
     run: Callable[[Sequence[Asked]], Awaitable[list[Answer]]] = forward_backward_together
     waiting: dict[Backend, Waiting] = field(default_factory=dict)  # in their order

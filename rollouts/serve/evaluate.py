@@ -9,8 +9,6 @@ evaluate ─► the run's next turn ─► a snapshot in the engine ─► sampl
                                 ─► the run's own log-probs and entropies, the reference's ─► metrics
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
@@ -49,9 +47,11 @@ from rollouts.serve.store import Result, Row, answer, remove
 from rollouts.serve.wire import check_ids
 from rollouts.types import (
     Completion,
+    Fields,
     FloatRows,
     GenerateRequest,
     IntArray,
+    Numbers,
     RolloutBatch,
     Sample,
     SamplingParams,
@@ -75,7 +75,7 @@ class Rows(Struct):
 
 
 @asynccontextmanager
-async def lease_reference(service: Service, name: str) -> AsyncIterator[FrozenReference]:
+async def lease_reference(service: "Service", name: str) -> AsyncIterator[FrozenReference]:
     """The model of that name, in memory. Raises ServiceRefused for a name that there is not, and for a model
     that cannot be loaded, or cannot score what it is given. The base model is asked as the others are.
     """
@@ -104,7 +104,7 @@ async def lease_reference(service: Service, name: str) -> AsyncIterator[FrozenRe
         raise ServiceRefused(f"reference {name!r}: {error}") from error
 
 
-def find_model(service: Service, name: str) -> str:
+def find_model(service: "Service", name: str) -> str:
     """What the config says that the name is. Raises ServiceRefused with 404."""
     known = {BASE: str(service.base_path), **service.config.references}
     if name not in known:
@@ -112,7 +112,7 @@ def find_model(service: Service, name: str) -> str:
     return known[name]
 
 
-async def score_rows(service: Service, model: FrozenReference, batch: RolloutBatch) -> FloatRows:
+async def score_rows(service: "Service", model: FrozenReference, batch: RolloutBatch) -> FloatRows:
     """[T_i] per row; 0.0 where the loss mask is 0. Raises ServiceRefused naming the first row that the model
     cannot score.
     """
@@ -134,7 +134,7 @@ async def score_rows(service: Service, model: FrozenReference, batch: RolloutBat
 class ServedReference(NamedTuple):
     """A LogProbScorer: a reference by its name, in memory while it scores."""
 
-    service: Service
+    service: "Service"
     name: str
 
     async def score(self, batch: RolloutBatch) -> FloatRows:
@@ -156,7 +156,7 @@ REWARDS: Mapping[str, RewardFn] = {
 class Evaluate(Struct):
     """What is to be evaluated: prompts that the run answers, or that have been answered already."""
 
-    prompts: Annotated[list[str | list[int | dict[str, Any]]], Meta(min_length=1)]  # text is one user turn
+    prompts: Annotated[list[str | list[int | Fields]], Meta(min_length=1)]  # text is one user turn
     answers: list[Text | int | float | list[Text]] | None = None  # one for each prompt, for a reward
     responses: list[str | list[int]] | None = None  # one for each prompt, in place of samples
     samples_per_prompt: Annotated[int, Meta(ge=1, le=1024)] = 1
@@ -169,7 +169,7 @@ class Evaluate(Struct):
     samples: bool = False  # whether they are in the result
 
 
-async def evaluate_model(service: Service, model: Model, row: Row) -> Result:
+async def evaluate_model(service: "Service", model: "Model", row: Row) -> Result:
     """The metrics of measure_responses, and those of EvaluationResult, of which the ones with an @ need a
     reward. What fails beside the run's own backend leaves the run as it was: ServiceRefused.
     """
@@ -187,7 +187,7 @@ async def evaluate_model(service: Service, model: Model, row: Row) -> Result:
     if told:
         scores = [*await model.backend.forward_with_entropy(batch), *scores]
 
-    def summarise() -> dict[str, float]:
+    def summarise() -> Numbers:
         found = {name.removeprefix("eval//"): value for name, value in result.metrics("").items()}
         if body.reward is None:
             found = {name: value for name, value in found.items() if "@" not in name}
@@ -205,7 +205,7 @@ async def evaluate_model(service: Service, model: Model, row: Row) -> Result:
     )
 
 
-def read_texts(service: Service, body: Evaluate) -> list[tuple[IntArray, IntArray | None]]:
+def read_texts(service: "Service", body: Evaluate) -> list[tuple[IntArray, IntArray | None]]:
     """The prompts, and the responses to them if they were given. Raises ServiceRefused, DataError,
     ModelError.
     """
@@ -215,7 +215,7 @@ def read_texts(service: Service, body: Evaluate) -> list[tuple[IntArray, IntArra
             raise ServiceRefused(f"there are {len(prompts)} prompts and {len(given)} {name}")
     if body.reward in REWARDS and body.answers is None:
         raise ServiceRefused(f"reward={body.reward!r} compares with answers; give one for each prompt")
-    columns: Mapping[str, Any] = {
+    columns: Fields = {
         "prompts": (prompts, partial(tokenize_prompt, tokenizer=tokenizer)),
         "responses": (body.responses or (), partial(tokenizer.encode, add_special_tokens=False)),
     }
@@ -241,7 +241,7 @@ def read_texts(service: Service, body: Evaluate) -> list[tuple[IntArray, IntArra
 
 
 @asynccontextmanager
-async def open_sampled(service: Service, model: Model, name: str) -> AsyncIterator[Loaded]:
+async def open_sampled(service: "Service", model: "Model", name: str) -> AsyncIterator[Loaded]:
     """The run's weights as they are, in the engine, until the block ends."""
     folder = service.folder / "samplers" / name
     try:
@@ -255,7 +255,7 @@ async def open_sampled(service: Service, model: Model, name: str) -> AsyncIterat
 
 
 @asynccontextmanager
-async def open_reward(service: Service, name: str | None) -> AsyncIterator[RewardFn]:
+async def open_reward(service: "Service", name: str | None) -> AsyncIterator[RewardFn]:
     """The reward of that name; 0 without one. Raises ServiceRefused."""
     if name is None:
         yield lambda sample: 0.0
@@ -269,7 +269,7 @@ async def open_reward(service: Service, name: str | None) -> AsyncIterator[Rewar
             yield reward
 
 
-async def take_samples(service: Service, model: Model, body: Evaluate, name: str) -> EvaluationResult:
+async def take_samples(service: "Service", model: "Model", body: Evaluate, name: str) -> EvaluationResult:
     """The responses, with their rewards. Raises NotEnoughSamples, and what is the engine's failure."""
     texts = await trio.to_thread.run_sync(read_texts, service, body)
 
@@ -312,13 +312,13 @@ async def take_samples(service: Service, model: Model, body: Evaluate, name: str
 # --- routes -------------------------------------------------------------------------------------------------
 
 
-def list_references(call: Call) -> dict[str, Any]:
+def list_references(call: "Call") -> Fields:
     """Names, and what they are."""
     known = {BASE: call.service.name, **call.service.config.references}
     return {"references": [{"name": name, "model": model} for name, model in known.items()]}
 
 
-async def describe_reference(call: Call, name: str) -> Served:
+async def describe_reference(call: "Call", name: str) -> Served:
     """What a client is to know before it sends rows. The model is looked for, but not loaded."""
     model = find_model(call.service, name)
 
@@ -332,7 +332,7 @@ async def describe_reference(call: Call, name: str) -> Served:
         raise ServiceRefused(f"reference {name!r}: {error}") from error
 
 
-async def score(call: Call, name: str) -> dict[str, Any]:
+async def score(call: "Call", name: str) -> Fields:
     """Log-probs of rows, of a reward model the score of each."""
     rows, service = call.read(Rows), call.service
     masks = rows.masks or [[False] + [True] * (len(row) - 1) for row in rows.tokens]
@@ -347,7 +347,7 @@ async def score(call: Call, name: str) -> dict[str, Any]:
         return {"log_probs": [row.tolist() for row in await score_rows(service, model, batch)]}
 
 
-def submit_evaluation(call: Call, run: str) -> dict[str, Any]:
+def submit_evaluation(call: "Call", run: str) -> Fields:
     """Queues it: the run's weights as they are when its turn comes, between two other requests."""
     call.read(Evaluate)
     return call.queue(run, None, "evaluate")

@@ -5,8 +5,6 @@ Where A is 0 a position adds exactly nothing, whatever its lp (see dro): prompts
 Bounds are of the ratio itself, not of its distance from 1; inputs of their names are each position's own.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,7 +22,7 @@ from rollouts.losses.inputs import (
     compute_token_ratio,
     sum_tokens,
 )
-from rollouts.types import LossSpec, LossUnit
+from rollouts.types import LossSpec, LossUnit, Numbers
 
 if TYPE_CHECKING:
     from rollouts.serve.wire import TrainRequest
@@ -38,7 +36,7 @@ class TinkerLoss(NamedTuple):
     """What a request for a loss must and may have."""
 
     inputs: tuple[str, ...]  # beside target_tokens
-    settings: Mapping[str, float] = {}  # and their defaults; each is 0 or above. Bounds may be inputs, too
+    settings: Numbers = {}  # and their defaults; each is 0 or above. Bounds may be inputs, too
 
 
 TINKER_LOSSES: Mapping[str, TinkerLoss] = {
@@ -58,7 +56,7 @@ class ChosenLoss(NamedTuple):
     weights: str  # the input that multiplies each position: A of the formulas
 
 
-def choose_loss(request: TrainRequest) -> ChosenLoss:
+def choose_loss(request: "TrainRequest") -> ChosenLoss:
     """The loss of a request. Raises ServiceRefused for one that is not known, for settings that it does not
     have, and for inputs that are missing or not those of the first datum.
     """

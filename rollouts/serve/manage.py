@@ -7,8 +7,6 @@ files ─► POST calls ─► the run's queue, as "call:METHOD" ─► retrieve
 POST generate ─► the engine, with what the run published last ─► the completion
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

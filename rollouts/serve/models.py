@@ -7,14 +7,12 @@
 A model that nothing is asked of is saved and leaves memory. A server that was killed goes on in the same way.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +25,7 @@ from rollouts.rewards.check import describe
 from rollouts.serve.evaluate import evaluate_model
 from rollouts.serve.operations import CHANGES, EFFECTS, OPERATIONS, Operation, do_call
 from rollouts.serve.store import BEGIN, Result, Row, Store, remove_others
+from rollouts.types import Fields, live
 
 if TYPE_CHECKING:
     from rollouts.backends.pytorch import RankedTrainingBackend
@@ -35,17 +34,17 @@ if TYPE_CHECKING:
 EVERY: Mapping[str, Operation] = {**OPERATIONS, "evaluate": evaluate_model}  # but for "call:METHOD"
 
 
-@dataclass(eq=False)
+@live
 class Model:
     """A model and its requests; alive while its session is."""
 
     store: Store
     name: str
     owner: str
-    lora: dict[str, Any] | None  # of a LoraConfig, with the seed; None: the whole model trains
+    lora: Fields | None  # of a LoraConfig, with the seed; None: the whole model trains
     # the checkpoint that it began from, at which seq, and whether with the optimizer
-    source: dict[str, Any] | None
-    optim: dict[str, Any]  # an OptimConfig, and where its schedule ends
+    source: Fields | None
+    optim: Fields  # an OptimConfig, and where its schedule ends
     snapshot: int  # the seq that its newest snapshot on disk has seen; −1: there is none
     next_seq: int
     unload: bool = False  # another needs the place in memory
@@ -55,7 +54,7 @@ class Model:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     changed: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
     # in memory
-    backend: RankedTrainingBackend = field(init=False)
+    backend: "RankedTrainingBackend" = field(init=False)
     settled: int = -1  # seq of the newest request that has changed the weights
     saved_at: float = -math.inf  # of the newest snapshot, on trio's clock
     reopen: bool = False  # it is to go on with `source`
@@ -90,7 +89,7 @@ class Model:
         return self.busy and not (self.unload and trio.current_time() > self.stays_until)
 
 
-def start_model(service: Service, name: str) -> None:
+def start_model(service: "Service", name: str) -> None:
     """A model goes on as the store has it: its requests are done from now on."""
     store = service.store
     row = store.find("models", id=name)
@@ -104,7 +103,7 @@ def start_model(service: Service, name: str) -> None:
     service.nursery.start_soon(run_model, service, model)
 
 
-async def run_model(service: Service, model: Model) -> None:
+async def run_model(service: "Service", model: Model) -> None:
     """Does the model's requests until its session ends; those that wait then have failed."""
     with model.scope:
         while await model.wait_next(math.inf):
@@ -130,7 +129,7 @@ async def run_model(service: Service, model: Model) -> None:
 
 
 @asynccontextmanager
-async def hold_place(service: Service, model: Model) -> AsyncIterator[None]:
+async def hold_place(service: "Service", model: Model) -> AsyncIterator[None]:
     """Inside, the model may be in memory. The one that has been idle for longest makes room, or else the one
     that was opened first.
     """
@@ -152,7 +151,7 @@ async def hold_place(service: Service, model: Model) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def open_model(service: Service, model: Model) -> AsyncIterator[None]:
+async def open_model(service: "Service", model: Model) -> AsyncIterator[None]:
     """Inside, the model is as its last request has left it."""
     folder = service.folder / "models" / model.name
     start, model.settled, whole = folder / f"step_{model.snapshot}", model.snapshot, True
@@ -187,7 +186,7 @@ async def open_model(service: Service, model: Model) -> AsyncIterator[None]:
         yield
 
 
-async def save_snapshot(service: Service, model: Model, age_s: float = 0.0) -> None:
+async def save_snapshot(service: "Service", model: Model, age_s: float = 0.0) -> None:
     """Weights and optimizer are on disk, if the newest snapshot is of that age; the requests up to there are
     not needed any more.
     """
@@ -208,7 +207,7 @@ async def save_snapshot(service: Service, model: Model, age_s: float = 0.0) -> N
 # --- one request --------------------------------------------------------------------------------------------
 
 
-async def do_next(service: Service, model: Model) -> None:
+async def do_next(service: "Service", model: Model) -> None:
     """The next request, and what became of it, on record."""
     row, failed = service.store.find("requests", id=model.next_request), False
     model.store.run(BEGIN, time.time(), row["id"])
@@ -232,7 +231,7 @@ async def do_next(service: Service, model: Model) -> None:
     await save_snapshot(service, model, service.config.snapshot_s)
 
 
-async def do(service: Service, model: Model, row: Row) -> Result:
+async def do(service: "Service", model: Model, row: Row) -> Result:
     """What a request comes to; it is noted what that means for the next snapshot."""
     found = await EVERY.get(row["kind"], do_call)(service, model, row)
     if row["kind"] in CHANGES:
@@ -240,7 +239,7 @@ async def do(service: Service, model: Model, row: Row) -> Result:
     return found
 
 
-def finish(service: Service, model: Model, row: Row, found: Result | Exception) -> None:
+def finish(service: "Service", model: Model, row: Row, found: Result | Exception) -> None:
     """The next request has ended, with a result or an error."""
     if row["seq"] is not None:
         model.next_seq = row["seq"] + 1

@@ -6,8 +6,6 @@ behind it fail with EarlierStepFailed until one is reset(), as on a backend in t
 call takes or leaves lie in a folder of its number while the session goes on.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -36,7 +34,7 @@ from rollouts.serve.bodies import LoadWeights, OptimStep, SaveWeights, read_body
 from rollouts.serve.losses import choose_loss
 from rollouts.serve.store import MSGPACK, PROTOBUF, Result, Row, answer, list_sizes, remove
 from rollouts.serve.wire import TARGETS, Datum, encode_train_output, parse_train_request
-from rollouts.types import FloatArray, LossSpec, OptimParams, RolloutBatch
+from rollouts.types import Fields, FloatArray, LossSpec, OptimParams, RolloutBatch
 from rollouts.weight_sync.snapshots import export_snapshot
 
 if TYPE_CHECKING:
@@ -66,13 +64,13 @@ Operation = Callable[["Service", "Model", Row], Awaitable[Result]]
 # --- training -----------------------------------------------------------------------------------------------
 
 
-async def create_model(_: Service, model: Model, row: Row) -> Result:
+async def create_model(_: "Service", model: "Model", row: Row) -> Result:
     """It is there."""
     await trio.lowlevel.checkpoint()
     return answer(model_id=model.name)
 
 
-async def train(service: Service, model: Model, row: Row) -> Result:
+async def train(service: "Service", model: "Model", row: Row) -> Result:
     """forward_backward, and forward: the loss's sum, and the log-probs of all targets."""
     features = service.features
     request = parse_train_request(
@@ -123,7 +121,7 @@ def make_batch(data: Sequence[Datum], weights: str) -> RolloutBatch:
     )
 
 
-async def optim_step(service: Service, model: Model, row: Row) -> Result:
+async def optim_step(service: "Service", model: "Model", row: Row) -> Result:
     """AdamW with what has accumulated since the last step."""
     seq = row["seq"]
     # a forward_backward since the last step that failed, of which its client did not know when it sent the
@@ -162,7 +160,7 @@ async def optim_step(service: Service, model: Model, row: Row) -> Result:
 # --- checkpoints --------------------------------------------------------------------------------------------
 
 
-async def save_sampler(service: Service, model: Model, row: Row) -> Result:
+async def save_sampler(service: "Service", model: "Model", row: Row) -> Result:
     """Weights to sample from: under a name, or for one sampling client alone, whose sampler this makes."""
     body = read_body(row["body"], SaveWeights)
     if body.path is not None:
@@ -176,7 +174,13 @@ async def save_sampler(service: Service, model: Model, row: Row) -> Result:
 
 
 async def export_sampler(
-    service: Service, model: Model, row: Row, name: str, *, path: str | None = None, inflight: bool = False
+    service: "Service",
+    model: "Model",
+    row: Row,
+    name: str,
+    *,
+    path: str | None = None,
+    inflight: bool = False,
 ) -> str:
     """The folder with the weights, which can be sampled from by that name."""
     folder = service.folder / "samplers" / row["id"]
@@ -191,7 +195,7 @@ async def export_sampler(
     return str(folder)
 
 
-async def save_named(service: Service, model: Model, row: Row) -> Result:
+async def save_named(service: "Service", model: "Model", row: Row) -> Result:
     """A checkpoint is complete under its tinker:// path, or is not there at all: of weights with the
     optimizer's state; the others as PEFT and transformers read them.
     """
@@ -229,7 +233,7 @@ async def save_named(service: Service, model: Model, row: Row) -> Result:
     return answer(path=path)
 
 
-async def load_weights(service: Service, model: Model, row: Row) -> Result:
+async def load_weights(service: "Service", model: "Model", row: Row) -> Result:
     """The model goes on with the weights of a checkpoint, and with its optimizer's state or a fresh one."""
     body, seq = read_body(row["body"], LoadWeights), row["seq"]
     if model.source and model.source["seq"] == seq and model.snapshot >= seq:  # it has been opened so
@@ -255,7 +259,7 @@ async def load_weights(service: Service, model: Model, row: Row) -> Result:
     return answer(path=body.path, model_id=model.name)
 
 
-def describe_shape(lora: Mapping[str, Any] | None) -> str:
+def describe_shape(lora: Fields | None) -> str:
     """What trains, in words."""
     if lora is None:
         return "a whole model"
@@ -280,7 +284,7 @@ PUBLISHED = "SELECT * FROM samplers WHERE model = ? AND path IS NOT NULL ORDER B
 KEPT = 2  # of these: a request for samples may just have asked for the one before
 
 
-async def do_call(service: Service, model: Model, row: Row) -> Result:
+async def do_call(service: "Service", model: "Model", row: Row) -> Result:
     """What the backend answers. Raises what it raises."""
     backend = model.backend
     try:
@@ -297,7 +301,7 @@ async def do_call(service: Service, model: Model, row: Row) -> Result:
     return Result(codec.encode(said), MSGPACK)
 
 
-async def run_call(service: Service, model: Model, row: Row, call: codec.Call) -> dict[str, Any]:
+async def run_call(service: "Service", model: "Model", row: Row, call: codec.Call) -> dict[str, Any]:
     """Fields of the Answer."""
     backend, method = model.backend, call.method
     arguments: list[Any] = [getattr(call, name) for name in METHODS[method]]
@@ -338,7 +342,7 @@ async def run_call(service: Service, model: Model, row: Row, call: codec.Call) -
     return {} if found is None else {method: found}
 
 
-def check_batch(service: Service, batch: RolloutBatch | None, loss: LossSpec | None) -> None:
+def check_batch(service: "Service", batch: RolloutBatch | None, loss: LossSpec | None) -> None:
     """Raises BackendError for a batch that this server does not take, and for functions of modules that
     serve.loss_modules does not have.
     """
@@ -357,7 +361,7 @@ def check_batch(service: Service, batch: RolloutBatch | None, loss: LossSpec | N
             )
 
 
-async def publish(service: Service, model: Model, row: Row, version: int) -> None:
+async def publish(service: "Service", model: "Model", row: Row, version: int) -> None:
     """The weights, as this version, are what the run samples from."""
     name = f"{model.name}:served:{row['seq']}"
     await export_sampler(service, model, row, name, path=str(version))

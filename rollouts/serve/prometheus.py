@@ -4,9 +4,7 @@ requests that end, tokens that are trained and sampled ─► Meters ─┐
 the queue, models, engine, trainer, caches, GPUs ─ looked at when ┴─► GET /metrics
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from starlette.responses import Response
 
 from rollouts.metrics.gpus import read_gpus
+from rollouts.types import Numbers
 
 if TYPE_CHECKING:
     from rollouts.serve.app import Call
@@ -44,8 +43,8 @@ class Meters:
 class Shown(NamedTuple):
     """What one scrape reads."""
 
-    service: Service
-    gpus: Mapping[str, float]
+    service: "Service"
+    gpus: Numbers
 
     def collect(self) -> Iterator[prometheus.Metric]:
         """Counts, then what there is now: numbers by name, of several kinds."""
@@ -76,7 +75,7 @@ class Shown(NamedTuple):
             yield found
 
 
-async def get_metrics(call: Call) -> Response:
+async def get_metrics(call: "Call") -> Response:
     """Numbers of all users together, which name no user and no model: every key may read them."""
     shown = Shown(call.service, await trio.to_thread.run_sync(read_gpus, abandon_on_cancel=True))
     return Response(prometheus.generate_latest(shown), media_type=prometheus.CONTENT_TYPE_PLAIN_0_0_4)

@@ -5,8 +5,6 @@
 Weights are loaded when they are first sampled from, and the least recently used make room.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -29,7 +27,7 @@ from rollouts.rewards.check import describe
 from rollouts.serve.bodies import Prompt, Sample, read_body
 from rollouts.serve.store import BEGIN, PROTOBUF, Result, Row
 from rollouts.serve.wire import check_ids, encode_samples, parse_targets
-from rollouts.types import Completion, GenerateRequest, IntArray, SamplingParams
+from rollouts.types import Completion, Fields, GenerateRequest, IntArray, SamplingParams
 
 if TYPE_CHECKING:
     from rollouts.serve.service import Service
@@ -42,7 +40,7 @@ class Loaded(NamedTuple):
     adapter: str  # its name there; empty: the engine's own weights
 
 
-def make_sampler_cache(service: Service) -> ReferenceCache[Loaded]:
+def make_sampler_cache(service: "Service") -> ReferenceCache[Loaded]:
     """Weights by their directories."""
 
     async def measure(folder: str) -> ModelSize:
@@ -56,7 +54,7 @@ def make_sampler_cache(service: Service) -> ReferenceCache[Loaded]:
 
 
 @asynccontextmanager
-async def open_weights(service: Service, folder: str) -> AsyncIterator[Loaded]:
+async def open_weights(service: "Service", folder: str) -> AsyncIterator[Loaded]:
     """An adapter in the engine, or an engine of a whole model's own."""
     path = Path(folder)
     if is_adapter(path):
@@ -80,7 +78,7 @@ async def open_weights(service: Service, folder: str) -> AsyncIterator[Loaded]:
         closing.set()
 
 
-async def run_sample(service: Service, name: str) -> None:
+async def run_sample(service: "Service", name: str) -> None:
     """Does a request for samples, and what became of it is on record."""
     row = service.store.find("requests", id=name)
     found: Result | Exception = ServiceRefused("the request was cancelled, or its session has ended")
@@ -98,7 +96,7 @@ async def run_sample(service: Service, name: str) -> None:
     service.end_request(name, found)
 
 
-async def sample(service: Service, request: Row) -> Result:
+async def sample(service: "Service", request: Row) -> Result:
     """The sequences, in order, and what was asked of the prompt. Raises ServiceRefused, RequestRefused."""
     body, row = read_body(request["body"], Sample), service.store.find("samplers", id=request["scope"])
     service.store.run("UPDATE samplers SET used = ? WHERE id = ?", time.time(), row["id"])
@@ -112,7 +110,7 @@ async def sample(service: Service, request: Row) -> Result:
 
 
 async def generate_all(
-    service: Service, loaded: Loaded, requests: Sequence[GenerateRequest]
+    service: "Service", loaded: Loaded, requests: Sequence[GenerateRequest]
 ) -> list[Completion]:
     """What the engine answers, all at the same time. Raises EngineError for an answer that was cut short."""
     found: list[Completion] = await run_all(
@@ -138,7 +136,7 @@ def read_prompt(prompt: Prompt, vocab_size: int) -> IntArray:
     return found
 
 
-def make_requests(service: Service, name: str, body: Sample, prompt: IntArray) -> list[GenerateRequest]:
+def make_requests(service: "Service", name: str, body: Sample, prompt: IntArray) -> list[GenerateRequest]:
     """One for each sequence; the first asks what is to be known of the prompt. A seed gives each sequence its
     own, and without one the request's name does, so that a server that begins again draws the same.
     """
@@ -155,7 +153,7 @@ def make_requests(service: Service, name: str, body: Sample, prompt: IntArray) -
     if targets is not None:
         targets = parse_targets(targets, len(prompt))
         check_ids(targets[targets != -1], service.features.vocab_size, "target_prompt_logprobs")
-    of_prompt: dict[str, Any] = {
+    of_prompt: Fields = {
         "score_prompt": bool(body.prompt_logprobs),
         "prompt_top": body.topk_prompt_logprobs,
         "prompt_targets": targets,

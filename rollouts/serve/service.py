@@ -4,11 +4,9 @@ open_service ─► the store ─► what was there before: models, requests tha
              └► the base model: adapters train beside it, the engine samples from it
 """
 
-from __future__ import annotations
-
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +18,7 @@ from rollouts.backends.together import Asked
 from rollouts.config.serve import ServeConfig
 from rollouts.errors import BackendError, ServiceRefused
 from rollouts.models.load import stop_token_ids
+from rollouts.protocols import Say
 from rollouts.reference.cache import ReferenceCache, open_reference_cache
 from rollouts.reference.score import FrozenReference
 from rollouts.rewards.check import describe
@@ -28,7 +27,14 @@ from rollouts.serve.models import Model, start_model
 from rollouts.serve.prometheus import Meters
 from rollouts.serve.sampling import Loaded, make_sampler_cache, run_sample
 from rollouts.serve.store import Result, Row, Store, answer, open_store, remove, remove_others
-from rollouts.types import EngineFeatures, ForwardBackwardResult, LossSpec, RolloutBatch
+from rollouts.types import (
+    EngineFeatures,
+    Fields,
+    ForwardBackwardResult,
+    Function,
+    LossSpec,
+    RolloutBatch,
+)
 
 if TYPE_CHECKING:
     from rollouts.backends.pytorch import RankedTrainingBackend
@@ -44,18 +50,18 @@ class Service:
     config: ServeConfig
     folder: Path
     store: Store
-    record: Callable[[Mapping[str, Any]], object]  # takes a row about each request that has ended
-    base: RankedTrainingBackend  # an adapter that never trains: the others are opened beside it
+    record: Callable[[Fields], object]  # takes a row about each request that has ended
+    base: "RankedTrainingBackend"  # an adapter that never trains: the others are opened beside it
     base_path: Path
     name: str  # of the base model, as clients are told
     names: frozenset[str]  # that clients may call it
     engine: Any  # an InferenceEngine that takes adapters
-    open_embedded: Callable[..., Any]  # an engine in this process, of a model; see open_local_engine
+    open_embedded: Function  # an engine in this process, of a model; see open_local_engine
     tokenizer: Any
-    open_backend: Callable[..., Any]  # see open_pytorch_backend
+    open_backend: Function  # see open_pytorch_backend
     deterministic: bool  # each forward_backward runs alone
     nursery: trio.Nursery
-    say: Callable[[str], object]
+    say: Say
     closing: bool = False
     references: ReferenceCache[FrozenReference] = field(init=False)
 
@@ -75,7 +81,7 @@ class Service:
         self.secret = secrets.token_bytes(32)  # of addresses of downloads
 
     async def train(
-        self, backend: RankedTrainingBackend, batch: RolloutBatch, spec: LossSpec, *, gradient: bool
+        self, backend: "RankedTrainingBackend", batch: RolloutBatch, spec: LossSpec, *, gradient: bool
     ) -> ForwardBackwardResult:
         """forward_backward, or without gradient its result alone; of adapters, with those of others."""
         tokens = sum(map(len, batch.tokens))

@@ -4,8 +4,6 @@ The schema is proto2 for what is proto3 on the other side: the bytes are the sam
 is told from a zero. A map is a list of entries, an enum an int32. Arrays are little-endian.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -19,7 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 from numpy.typing import NDArray
 
 from rollouts.errors import ServiceRefused
-from rollouts.types import Completion, FloatArray, IntArray
+from rollouts.types import Completion, Fields, FloatArray, IntArray, Numbers
 
 SCHEMA = """
 Train model_id:1:s seq_id:2:i data:3:*Datum loss_fn:4:s config:5:*Number forward_only:6:b config_v2:7:*Setting
@@ -50,7 +48,7 @@ WIDE = (TARGETS, "weights")  # inputs that may have K values for each token
 NO_LOG_PROB = -99999.0  # of an empty cell of Topk, whose id is 0
 
 
-def _make_messages() -> dict[str, Any]:
+def _make_messages() -> Fields:
     package = "rollouts.tinker"
     file = FileDescriptorProto(name="rollouts_tinker.proto", package=package, syntax="proto2")
     names: list[str] = []
@@ -109,7 +107,7 @@ def _parse(kind: str, body: bytes) -> Any:
 def parse_train_request(body: bytes, *, vocab_size: int, context: int, max_tokens: int) -> TrainRequest:
     """The request, its tokens and arrays checked. Raises ServiceRefused naming the datum and the field."""
     message = _parse("Train", body)
-    settings: dict[str, Any] = {one.key: one.value for one in message.config}
+    settings: Fields = {one.key: one.value for one in message.config}
     for one in message.config_v2:
         settings[one.key] = one.value.text if one.value.HasField("text") else one.value.number
     data: list[Datum] = []
@@ -182,7 +180,7 @@ def parse_tensor(tensor: Any, where: str) -> NDArray[Any]:
     return values.astype(np.int64 if dtype.kind == "i" else np.float32)
 
 
-def encode_train_output(rows: Sequence[FloatArray], metrics: Mapping[str, float]) -> bytes:
+def encode_train_output(rows: Sequence[FloatArray], metrics: Numbers) -> bytes:
     """A ForwardBackwardOutput with the log-probs [N] or [N, K] of each datum, and metrics, whose names must
     be name:reduction with one colon.
     """

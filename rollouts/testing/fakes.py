@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -30,15 +30,18 @@ from rollouts.protocols import Bucket, PauseMode, WeightSink
 from rollouts.types import (
     Completion,
     EngineFeatures,
+    Fields,
     FinishReason,
     FloatRows,
     ForwardBackwardResult,
     GenerateRequest,
     LossSpec,
+    Numbers,
     OptimParams,
     OptimStepResult,
     RolloutBatch,
     Total,
+    live,
 )
 
 ResultT = TypeVar("ResultT")
@@ -62,7 +65,7 @@ class ScriptedReply(NamedTuple):
 Script = Callable[[GenerateRequest], ScriptedReply]
 
 
-@dataclass(eq=False)
+@live
 class _Running:
     """A request that has no answer yet."""
 
@@ -143,7 +146,7 @@ class ScriptedEngine:
         """What an update does, at once; tokens sampled from now on carry `version`."""
         self._version = version
 
-    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
+    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Fields:
         await self._look()
         if not path.is_dir():
             raise EngineError(f"{path} is not a directory")
@@ -200,7 +203,7 @@ class ScriptedEngine:
         await trio.lowlevel.checkpoint()
         self._updating, self._version = False, version
 
-    def statistics(self) -> Mapping[str, float]:
+    def statistics(self) -> Numbers:
         return {"running": len(self._running), "requests": len(self.requests)}
 
     def close(self) -> None:
@@ -229,7 +232,7 @@ def fake_uniform(*key: object) -> float:
 # --- backend ------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@live
 class FakeFuture(Generic[ResultT]):
     """A TrainFuture whose work is done at a point in time; its result is known when it is queued."""
 
@@ -266,7 +269,7 @@ async def open_fake_backend(**options: Any) -> "AsyncIterator[FakeBackend]":
             raise future.failure
 
 
-@dataclass(eq=False)
+@live
 class FakeBackend:
     """A TrainingBackend whose weights are the number of optimizer steps done and not undone. Made by
     open_fake_backend.
@@ -326,10 +329,10 @@ class FakeBackend:
     def stream_weights(self, sink: WeightSink) -> FakeFuture[None]:
         return self._submit(lambda: sink([*self._weights().items()]))
 
-    def get_weights(self) -> FakeFuture[dict[str, Any]]:
+    def get_weights(self) -> FakeFuture[Fields]:
         return self._submit(self._weights)
 
-    def load_weights(self, weights: Mapping[str, Any]) -> FakeFuture[None]:
+    def load_weights(self, weights: Fields) -> FakeFuture[None]:
         return self._submit(partial(self._state.update, weight=int(weights["weight"][0])))
 
     def save(self, path: Path) -> FakeFuture[None]:
@@ -364,10 +367,10 @@ class FakeBackend:
     def set_weight_version(self, version: int) -> FakeFuture[None]:
         return self._submit(partial(self._state.update, version=version))
 
-    def statistics(self) -> Mapping[str, float]:
+    def statistics(self) -> Numbers:
         return {"submitted": len(self._futures), "steps": self._state["steps"]}
 
-    def _weights(self) -> dict[str, Any]:  # arrays in place of tensors
+    def _weights(self) -> Fields:  # arrays in place of tensors
         return {"weight": np.full(2, self._state["weight"], np.float32)}
 
     def _submit(

@@ -31,8 +31,10 @@ import trio
 from rollouts.config.secrets import find_secrets, hide_secrets, remove_secrets
 from rollouts.errors import RowsRefused, RunDirError, SinkRefused, TrackerError
 from rollouts.metrics.jsonl import NonNegative, Place, read_lines
+from rollouts.protocols import Say
 from rollouts.run_dir import RunDir, replace_file
-from rollouts.trackers.sinks import ALERTS, SINKS, Batch, Mark, RunInfo, Say, SinkKind, TrackedRow, open_sink
+from rollouts.trackers.sinks import ALERTS, SINKS, Batch, Mark, RunInfo, SinkKind, TrackedRow, open_sink
+from rollouts.types import Function
 
 # --- the position -------------------------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ async def follow(root: Path, name: str, say: Say, over: trio.Event) -> Outcome:
             say("takes rows again")
         failures, trouble = 0, ""
 
-    async def call(function: Callable[..., Any], *args: object) -> Any:
+    async def call(function: Function, *args: object) -> Any:
         """The result of a call that may block. One that blocks for too long ends the process."""
         with trio.move_on_after(kind.deadline_s):
             return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=True)

@@ -17,9 +17,10 @@ import trio
 
 from rollouts.errors import InfrastructureError, RunDirError
 from rollouts.processes.process import open_process
-from rollouts.run_dir import RunDir, find_activity, open_run_dir
+from rollouts.protocols import Say
+from rollouts.run_dir import RunDir, check_links, find_activity, open_run_dir
 from rollouts.trackers.follower import choose_wait, follow_all, position_path, read_batch, read_position
-from rollouts.trackers.sinks import SINKS, Say, check_trackers
+from rollouts.trackers.sinks import SINKS, check_trackers
 
 END_S = 2.0  # most that a run waits at its end for its follower to have sent everything
 DRAIN_S = 30.0  # that the follower has after the end of the run
@@ -138,6 +139,7 @@ def run_track(arguments: argparse.Namespace) -> int:
     root, names, once = arguments.run_dir, list(dict.fromkeys(arguments.to)), arguments.once
     check_trackers(names, setting="--to")
     run_dir = open_run_dir(root)
+    check_links(run_dir)
     for name in names:
         read_position(position_path(root, name))  # one that cannot be read is said before anything starts
 

@@ -8,17 +8,18 @@ counts as sent. What a command has left behind ends with the follower.
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 import httpx
 
 from rollouts.config.load import load_recorded
-from rollouts.config.tables import AlertConfig
+from rollouts.config.tables import AlertConfig, RuleConfig
 from rollouts.errors import parse_call
 from rollouts.run_dir import RunDir
 from rollouts.trackers.sinks import Batch, Mark, RunInfo, Sink
+from rollouts.types import Fields
 
 TELL_S = 10.0
 
@@ -44,7 +45,8 @@ def open_sink(run: RunInfo) -> Sink:
             row = tracked.row
             for alert in alerts:
                 state = states.setdefault(f"{row['stage']} {alert}", {"holds": False})
-                found = check_rule(alert, row, state)
+                asked = alert.stage in ("", row["stage"])
+                found = check_rule(alert, row, state) if asked else None
                 if found not in (None, state["holds"]):
                     state["holds"] = found
                     tell_all(
@@ -57,11 +59,11 @@ def open_sink(run: RunInfo) -> Sink:
     return Sink(send)
 
 
-def check_rule(alert: AlertConfig, row: Mapping[str, Any], state: dict[str, Any]) -> bool | None:
+def check_rule(alert: RuleConfig, row: Fields, state: dict[str, Any]) -> bool | None:
     """Whether the rule holds; None: the row does not tell. `state`, of the stage, changes."""
     area, name, *_ = f"{alert.metric}/".split("/")
     # the metric belongs into a step's row, or an evaluation's, which has a name
-    if row.get("name") != (name if area == "eval" else None) or alert.stage not in ("", row["stage"]):
+    if row.get("name") != (name if area == "eval" else None):
         return None
     (rule, numbers), value = parse_call(alert.rule), row.get(alert.metric)
     if rule == "absent":

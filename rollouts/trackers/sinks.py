@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from rollouts.errors import ConfigError, SinkRefused
 from rollouts.metrics.jsonl import Place
 from rollouts.metrics.names import find_metric
+from rollouts.protocols import Say
+from rollouts.types import Fields, Numbers, Texts
 
 HEAD_FIELDS = frozenset({"schema", "stage", "step", "policy_version", "attempt", "time_unix", "name"})
 Mark = dict[str, Any]  # JSON values
@@ -24,7 +26,7 @@ class TrackedRow(NamedTuple):
     """One row of a file of the run."""
 
     file: str  # metrics, evaluations or spans
-    row: Mapping[str, Any]  # as written: head and values
+    row: Fields  # as written: head and values
     number: int = 0  # of all rows that this tracker was sent, from 0
     end: Place = Place()  # where the next row of the file begins
 
@@ -33,7 +35,7 @@ class TrackedRow(NamedTuple):
         """Tells the row from all others of the run, also when it is sent again."""
         return f"{self.file}-{self.end.part}-{self.end.offset}"
 
-    def metrics(self, *head: str) -> dict[str, float]:
+    def metrics(self, *head: str) -> Numbers:
         """The numbers of the row by name: these of its head, and those beside its head."""
         return {
             name: of
@@ -41,7 +43,7 @@ class TrackedRow(NamedTuple):
             if (name not in HEAD_FIELDS or name in head) and type(of) in (int, float)
         }
 
-    def staged_metrics(self) -> dict[str, float]:
+    def staged_metrics(self) -> Numbers:
         """The numbers as `STAGE/name`, and `STAGE/attempt`, for a service without stages: steps begin again
         with each stage.
         """
@@ -54,7 +56,6 @@ class TrackedRow(NamedTuple):
 
 
 Batch = Sequence[TrackedRow]  # rows that are sent at once; of each file in its order
-Say = Callable[[str], None]  # tells a person
 
 
 class RunInfo(NamedTuple):
@@ -63,8 +64,8 @@ class RunInfo(NamedTuple):
     id: str  # 32 hex digits, kept with the position: what makes the run one in the service
     name: str  # of the run directory
     root: Path
-    config: Mapping[str, Any]  # as resolved, without secrets
-    environment: Mapping[str, str]  # where keys and addresses come from
+    config: Fields  # as resolved, without secrets
+    environment: Texts  # where keys and addresses come from
     mark: Mark = {}  # what `send` returned last before the position was stored
     say: Say = print  # to whoever follows the run
 

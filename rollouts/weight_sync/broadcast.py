@@ -21,7 +21,7 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, cast
 
@@ -40,6 +40,7 @@ from rollouts.models.export import Bucket, FileNames, split_buckets
 from rollouts.processes.nurseries import open_plain_nursery, run_all
 from rollouts.protocols import InferenceEngine, TrainingBackend
 from rollouts.ranks.meet import host_store
+from rollouts.types import live
 from rollouts.weight_sync.snapshots import stream_guarded
 
 BUCKET_BYTES = 256 * 2**20
@@ -106,7 +107,7 @@ async def wait_sent(is_done: Callable[[], bool]) -> None:
         await trio.sleep(POLL_S)
 
 
-@dataclass(eq=False)
+@live
 class SGLangPeer:
     """A Peer of an SGLang server: a torch.distributed group, made without touching the process's default
     group.
@@ -199,7 +200,7 @@ def make_group(store: Store, name: str, size: int, timeout: timedelta, *, wire: 
     return kind(found, 0, size, options)
 
 
-@dataclass(eq=False)
+@live
 class VLLMPeer:
     """A Peer of a vLLM server: its weight transfer engine over NCCL. Not run by our tests: needs a GPU on
     both sides.
@@ -280,7 +281,7 @@ ends, and says nothing of failures.
 # --- the trainer's end --------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@live
 class Broadcast:
     """A Transport with the groups that it keeps from one update to the next. Made by open_broadcast."""
 
@@ -301,12 +302,12 @@ class Broadcast:
         for engine in engines:
             if engine not in self._peers:
                 self._peers[engine] = self.make_peer(engine)
-        live = {engine.features.name: self._peers[engine] for engine in engines}
+        working = {engine.features.name: self._peers[engine] for engine in engines}
         errors: dict[str, Exception] = {}
         failed = engines
 
         async def ask_each(doing: str, work: Callable[[Peer], Awaitable[None]]) -> None:
-            """Awaits `work` of every engine that is still live; one that fails, or is late, is out."""
+            """Awaits `work` of every engine that is still working; one that fails, or is late, is out."""
 
             async def ask(name: str, peer: Peer) -> None:
                 try:
@@ -316,16 +317,16 @@ class Broadcast:
                         raise EngineSilent(f"{name} was not done with {doing} after {self.progress_s:g} s")
                 except (EngineError, RuntimeError) as error:
                     errors[name] = error
-                    del live[name]
+                    del working[name]
 
             async with trio.open_nursery() as nursery:
-                for entry in [*live.items()]:
+                for entry in [*working.items()]:
                     nursery.start_soon(ask, *entry)
 
         try:
             await ask_each("joining its process group", lambda peer: peer.begin())
-            if live:
-                await self._stream(backend, version, live, ask_each)
+            if working:
+                await self._stream(backend, version, working, ask_each)
             await ask_each("ending the update", lambda peer: peer.end(version))
             failed = [engine for engine in engines if engine.features.name in errors]
         except BackendError:
@@ -340,7 +341,7 @@ class Broadcast:
         self,
         backend: TrainingBackend,
         version: int,
-        live: Mapping[str, Peer],
+        working: Mapping[str, Peer],
         ask_each: Callable[[str, Callable[[Peer], Awaitable[None]]], Awaitable[None]],
     ) -> None:
         """Sends all weights, each bucket when the next is complete, and the last as the last."""
@@ -360,7 +361,7 @@ class Broadcast:
                     sent.clear()
                     trio.from_thread.run_sync(nursery.start_soon, send, held, False, trio_token=token)
                     sent.wait()
-                if live:
+                if working:
                     held = flatten_tensors(part, dtype=self.dtype, device=self.device)
 
         names = await run_in_thread(FileNames, getattr(backend, "model", None))
@@ -370,7 +371,7 @@ class Broadcast:
             names.check_complete()
             if held:
                 await send(held, last=True)
-            elif live:
+            elif working:
                 raise WeightSyncError("the backend streamed no weights")
 
     async def _forget(self, engines: Sequence[InferenceEngine]) -> None:

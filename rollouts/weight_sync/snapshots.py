@@ -9,18 +9,15 @@ is held beside the model (or those that a model's files join into one). Where tr
 device thread only copies (DiskSnapshots.hold), and the snapshot is written from the copy.
 """
 
-from __future__ import annotations
-
 import hashlib
-import json
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -31,11 +28,13 @@ from rollouts.checkpoints.load import FileRecord, record_file
 from rollouts.checkpoints.retention import remove_incomplete
 from rollouts.checkpoints.save import TEMPORARY_PREFIX, move_aside
 from rollouts.errors import SnapshotError
+from rollouts.models.directories import write_json
 from rollouts.models.export import (
     SHARD_BYTES,
     Bucket,
     FileNames,
     ShardWriter,
+    copy_bucket,
     name_shards,
     write_description,
     write_safetensors,
@@ -43,8 +42,9 @@ from rollouts.models.export import (
 from rollouts.models.host_memory import read_free_memory
 from rollouts.models.load import load_hf_model
 from rollouts.models.lora import WEIGHTS_FILE, Adapter, Trained, list_trained
-from rollouts.protocols import TrainingBackend, WeightSink
+from rollouts.protocols import Say, TrainingBackend, WeightSink
 from rollouts.run_dir import fsync_path
+from rollouts.types import live
 from rollouts.weight_sync.update import log_warning
 
 MANIFEST_NAME = "manifest.json"
@@ -68,7 +68,7 @@ class Snapshot(NamedTuple):
     files: tuple[FileRecord, ...] = ()  # all but the manifest
 
 
-@dataclass(eq=False)
+@live
 class DiskSnapshots:
     """Writes snapshots into one folder, `weights/`, and removes them."""
 
@@ -78,11 +78,11 @@ class DiskSnapshots:
     # where files come from that a server wants beside weights (tokenizer, chat template)
     model_dir: Path | None = None
     merge: bool = False  # an adapter is written as its whole model with the adapter added
-    warn: Callable[[str], object] = log_warning
+    warn: Say = log_warning
     _newest: Snapshot | None = None
     _cleared: bool = False
 
-    async def hold(self, backend: TrainingBackend) -> HeldWeights | None:
+    async def hold(self, backend: TrainingBackend) -> "HeldWeights | None":
         """A copy of the weights, in the dtype of a snapshot, for export(); None where memory has no room to
         spare.
         """
@@ -101,7 +101,7 @@ class DiskSnapshots:
         await stream_guarded(backend, copy)
         return held
 
-    async def export(self, source: WeightSource, version: int) -> Snapshot:
+    async def export(self, source: "WeightSource", version: int) -> Snapshot:
         """The weights as `version`. The newest that it made is verified and returned again if it is of that
         version.
 
@@ -162,7 +162,10 @@ class HeldWeights(NamedTuple):
         await run_in_thread(stream, abandon_on_cancel=True)  # sinks ignore what comes later
 
 
-WeightSource = TrainingBackend | HeldWeights
+class WeightSource(Protocol):
+    """A trainer, a copy of its weights, or a reference that moves."""
+
+    def stream_weights(self, sink: WeightSink) -> Awaitable[None]: ...
 
 
 async def stream_guarded(source: WeightSource, take: Callable[[Bucket], object]) -> None:
@@ -205,9 +208,7 @@ async def hold_merged(source: WeightSource, adapter: Adapter, folder: Path) -> H
     While it is held it takes the memory of the model. Raises ModelError, OSError.
     """
     weights = {}
-    await stream_guarded(
-        source, lambda bucket: weights.update({name: one.to("cpu", copy=True) for name, one in bucket})
-    )
+    await stream_guarded(source, lambda bucket: weights.update(copy_bucket(bucket)))
 
     def merge() -> HeldWeights:
         write_description(adapter, folder)
@@ -326,7 +327,7 @@ def _finish(
     files.sort(key=lambda record: record.path)
     version = parse_snapshot_name(path.name)
     content = {"schema": 1, "version": version, "files": msgspec.to_builtins(files)}
-    (temporary / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    write_json(temporary / MANIFEST_NAME, content)
     fsync_path(temporary / MANIFEST_NAME)
     fsync_path(temporary)
     temporary.rename(path)

@@ -12,9 +12,6 @@ A run opens it with its fleet as the config describes them: servers, engines, fl
 revival.
 """
 
-from __future__ import annotations
-
-import json
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -34,11 +31,12 @@ from rollouts.engines.fleet import Fleet
 from rollouts.engines.processes import DOWN_LIMIT_S, open_server_fleet, split_flags
 from rollouts.errors import SnapshotError, WeightSyncError
 from rollouts.metrics.spans import SpanRecorder
+from rollouts.models.directories import read_json
 from rollouts.models.export import Bucket
 from rollouts.models.lora import Adapter
 from rollouts.processes.nurseries import open_plain_nursery
-from rollouts.protocols import InferenceEngine, SyncWeights, TrainingBackend
-from rollouts.types import FloatArray
+from rollouts.protocols import InferenceEngine, Say, SyncWeights, TrainingBackend
+from rollouts.types import FloatArray, Numbers, live
 from rollouts.weight_sync.broadcast import open_broadcast
 from rollouts.weight_sync.snapshots import DiskSnapshots, Snapshot, WeightSource, find_trained, stream_guarded
 from rollouts.weight_sync.update import (
@@ -80,7 +78,7 @@ class _Step:
     released: trio.Event | None  # set once the trainer may change its weights
 
 
-@dataclass(eq=False)
+@live
 class WeightSync:
     """Updates engines, revives those that come back, and remembers what they proved. One for a run.
 
@@ -98,7 +96,7 @@ class WeightSync:
     limits: SilenceLimits | None = None
     # how long an update that reached no engine waits for one, while keep_engines_current runs
     patience_s: float = 600.0
-    warn: Callable[[str], object] = log_warning
+    warn: Say = log_warning
     spans: SpanRecorder | None = None
 
     def __post_init__(self) -> None:
@@ -127,7 +125,7 @@ class WeightSync:
         version: int,
         *,
         released: trio.Event | None = None,
-    ) -> Mapping[str, float]:
+    ) -> Numbers:
         """Metrics of the update; every engine that serves has proven `version`.
 
         `released` is set once the trainer may change its weights: before the snapshot is written, where all
@@ -151,7 +149,7 @@ class WeightSync:
                 if self.fleet and self.fleet.needs_update(engine):  # it announces it again
                     self.fleet.fail(engine, WeightSyncError("the update that was to include it failed"))
 
-    async def _sync_patiently(self, step: _Step, engines: Sequence[InferenceEngine]) -> Mapping[str, float]:
+    async def _sync_patiently(self, step: _Step, engines: Sequence[InferenceEngine]) -> Numbers:
         give_up_at, wait_s = trio.current_time() + self.patience_s, RETRY_BASE_S
         while True:
             arrived = self._arrived  # before the attempt, so that an engine that comes back during it counts
@@ -174,7 +172,7 @@ class WeightSync:
                     raise
                 wait_s = min(RETRY_CAP_S, 2 * wait_s)
 
-    async def _sync(self, step: _Step, engines: Sequence[InferenceEngine]) -> Mapping[str, float]:
+    async def _sync(self, step: _Step, engines: Sequence[InferenceEngine]) -> Numbers:
         reach("sync.begin")
         members = []
         for engine in engines:
@@ -340,7 +338,7 @@ async def open_synced_fleet(
     log_dir: Path,
     snapshot_dir: Path,
     seed: int,
-    warn: Callable[[str], None],
+    warn: Say,
     spans: SpanRecorder,
 ) -> AsyncIterator[tuple[Fleet, SyncWeights]]:
     """A fleet of servers that holds the trainer's weights, and the function that brings it to a version.
@@ -390,7 +388,7 @@ async def open_synced_fleet(
         yield fleet, partial(sync_members, fleet, sync)
 
 
-async def sync_members(fleet: Fleet, sync: WeightSync, *step: Any, **options: Any) -> Mapping[str, float]:
+async def sync_members(fleet: Fleet, sync: WeightSync, *step: Any, **options: Any) -> Numbers:
     """Waits for a member that can be updated, and has the fleet's statistics as metrics."""
     await fleet.wait_members_for_update()
     return {
@@ -415,7 +413,7 @@ def find_served_dtype(config: EngineConfig, model_path: Path) -> torch.dtype | N
     """
     asked = dict(split_flags(config.args)).get("--dtype")
     if asked in (None, "auto"):
-        settings = json.loads((model_path / "config.json").read_text("utf-8"))
+        settings = read_json(model_path / "config.json")
         stored = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
         return getattr(torch, stored) if stored in ("bfloat16", "float16") else None
     name = {"float": "float32", "half": "float16"}.get(asked, asked)

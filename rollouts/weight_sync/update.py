@@ -13,29 +13,33 @@ the engine's log-probs ──► agree with the trainer's within the tolerance?
                        └─► differ from what the same engine said before, where the weights differ?
 """
 
-from __future__ import annotations
-
 import logging
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import trio
 
 from rollouts.crash_points import reach
+from rollouts.engines.fleet import Fleet
 from rollouts.engines.wire import START_S, ask_watched
 from rollouts.errors import BackendError, EngineError, WeightSyncError
+from rollouts.metrics.spans import SpanRecorder
 from rollouts.processes.nurseries import run_all
-from rollouts.protocols import InferenceEngine, TrainingBackend
-from rollouts.types import FloatArray, GenerateRequest, IntArray, RolloutBatch, SamplingParams
-
-if TYPE_CHECKING:
-    from rollouts.engines.fleet import Fleet
-    from rollouts.metrics.spans import SpanRecorder
+from rollouts.protocols import InferenceEngine, Say, TrainingBackend
+from rollouts.types import (
+    FloatArray,
+    GenerateRequest,
+    IntArray,
+    Numbers,
+    RolloutBatch,
+    SamplingParams,
+    T,
+    live,
+)
 
 # --- the probe ----------------------------------------------------------------------------------------------
 
@@ -134,7 +138,6 @@ def check_change(previous: Proof, now: Proof) -> None:
 # --- one update ---------------------------------------------------------------------------------------------
 
 
-T = TypeVar("T")
 LoadTogether = Callable[[Sequence[InferenceEngine]], Awaitable[Mapping[str, Exception]]]
 """Loads new weights into several paused engines at once; by engine name the error of each that failed."""
 log_warning = logging.getLogger("rollouts").warning
@@ -176,7 +179,7 @@ class UpdatePlan(NamedTuple):
     proven: ProvenVersions
     fleet: Fleet | None  # None: no answer can be held back and no engine taken out
     limits: SilenceLimits
-    warn: Callable[[str], object]
+    warn: Say
     spans: SpanRecorder | None
     load_together: LoadTogether | None = None  # used in place of `load`, once all engines are paused or out
 
@@ -186,7 +189,7 @@ async def sync_weights_to_engines(
     plan: UpdatePlan,
     *,
     publish: Callable[[], None] = lambda: None,
-) -> list[EngineUpdate]:
+) -> "list[EngineUpdate]":
     """What became of each engine, when all have decided. At least one has proven the version, which
     `publish` was called for.
 
@@ -227,7 +230,7 @@ async def sync_weights_to_engines(
     return updates
 
 
-def describe_failures(updates: Sequence[EngineUpdate]) -> str:
+def describe_failures(updates: "Sequence[EngineUpdate]") -> str:
     """One line for each engine that failed: its name, the phase, the error."""
     return "\n".join(
         f"  {update.name}: {update.phase}: {type(update.error).__name__}: {update.error}"
@@ -236,7 +239,7 @@ def describe_failures(updates: Sequence[EngineUpdate]) -> str:
     )
 
 
-def compute_sync_metrics(updates: Sequence[EngineUpdate]) -> dict[str, float]:
+def compute_sync_metrics(updates: "Sequence[EngineUpdate]") -> Numbers:
     """Numbers for a row of metrics; empty when every engine shares the trainer's weights."""
     failed = sum(not update.committed for update in updates)
     differences = [update.proof.difference for update in updates if update.committed and update.proof]
@@ -252,7 +255,7 @@ def compute_sync_metrics(updates: Sequence[EngineUpdate]) -> dict[str, float]:
     return metrics
 
 
-@dataclass(eq=False)
+@live
 class EngineUpdate:
     """One engine on its way to the version, and what became of it."""
 
@@ -359,11 +362,10 @@ class EngineUpdate:
         with trio.move_on_after(limit_s, shield=True):
             try:
                 await self.engine.resume()
-                why = ""
+                return
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
-        if why:
-            self.plan.warn(f"engine {self.name} was not resumed after its update failed: {why}")
+        self.plan.warn(f"engine {self.name} was not resumed after its update failed: {why}")
 
     async def _check_version(self) -> None:
         reported = await self._watch("set_version", self.engine.weight_version)

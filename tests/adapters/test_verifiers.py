@@ -57,4 +57,4 @@ def test_a_trajectory_is_played_and_its_reward_sent_where_there_is_one(
     if not said:
         turns = [message["content"] for message in bodies[1]["messages"]]
         assert turns == ["One letter.", "After a?", "a", "No. Again."]
-        assert bodies[2] == {"reward": 0.5}, "right at the second guess"
+        assert bodies[2] == {"reward": 0.5}  # right at the second guess

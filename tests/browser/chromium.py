@@ -12,8 +12,6 @@ import os
 import shutil
 import subprocess
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
 
 import trio
 
@@ -35,13 +33,13 @@ class DevToolsError(Exception):
 class Page:
     """A tab. Made by open_page."""
 
-    def __init__(self, to_browser: trio.abc.SendStream):
+    def __init__(self, to_browser):
         self._to_browser, self._lock = to_browser, trio.Lock()
         self._numbers, self._answers = itertools.count(), {}
         self._session = {}  # what a call of the tab says besides
         self.events = []  # everything that the page said, in order
 
-    async def call(self, method: str, **parameters) -> dict[str, Any]:
+    async def call(self, method, **parameters):
         """The result of a DevTools call. Raises DevToolsError if it is refused, TooSlowError without an
         answer in a minute.
         """
@@ -56,7 +54,7 @@ class Page:
             raise DevToolsError(f"{method}: {answer['error']}")
         return answer["result"]
 
-    async def read(self, from_browser: trio.abc.ReceiveStream):
+    async def read(self, from_browser):
         """Takes what the browser says until it ends: answers by their number, events in order."""
         rest = b""
         async for chunk in from_browser:
@@ -77,22 +75,22 @@ class Page:
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
 
-    async def resize(self, width: int, height: int):
+    async def resize(self, width, height):
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         await self.call("Emulation.setDeviceMetricsOverride", **size)
 
-    async def prefer(self, scheme: str):
+    async def prefer(self, scheme):
         """The system's theme, `light` or `dark`."""
         await self.call(
             "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
         )
 
-    async def open(self, url: str):
+    async def open(self, url):
         """Goes to an address and waits until the page says that it is ready."""
         await self.call("Page.navigate", url=url)
         await self.wait("document.documentElement.dataset.ready === 'true'")
 
-    async def evaluate(self, expression: str) -> Any:
+    async def evaluate(self, expression):
         """The value of a JavaScript expression, promises awaited. Raises DevToolsError if it raises."""
         answer = await self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
@@ -101,7 +99,7 @@ class Page:
             raise DevToolsError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    async def wait(self, expression: str):
+    async def wait(self, expression):
         """Until the expression is true of the page. Raises TooSlowError."""
         condition = f"(() => {{ try {{ return Boolean({expression}); }} catch {{ return false; }} }})()"
         # the page's own clock; a page without a window draws no frames
@@ -110,24 +108,23 @@ class Page:
             while not await self.evaluate(condition):
                 await self.evaluate(frame)
 
-    async def press(self, key: str):
+    async def press(self, key):
         """A key down and up, with its text if it is a letter or a sign."""
         code = KEY_CODES.get(key, ord(key.upper()[0]))
-        text = {"text": key} if len(key) == 1 else {}
-        for kind, more in (("keyDown", text), ("keyUp", {})):
+        for kind, more in (("keyDown", {"text": key} if len(key) == 1 else {}), ("keyUp", {})):
             more |= {"type": kind, "key": key, "windowsVirtualKeyCode": code}
             await self.call("Input.dispatchKeyEvent", **more)
 
-    async def type(self, text: str):
+    async def type(self, text):
         """Text as from a keyboard, into what has the focus."""
         await self.call("Input.insertText", text=text)
 
-    async def screenshot(self, path: Path):
+    async def screenshot(self, path):
         """What the window shows, as a PNG."""
         image = await self.call("Page.captureScreenshot", format="png")
         await trio.Path(path).write_bytes(base64.b64decode(image["data"]))
 
-    def said(self, *methods: str) -> list[dict[str, Any]]:
+    def said(self, *methods):
         """What the events of these kinds say, in order."""
         return [event["params"] for event in self.events if event["method"] in methods]
 
@@ -137,7 +134,7 @@ COMPLAINTS = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICa
 
 
 @asynccontextmanager
-async def open_page(profile: Path):
+async def open_page(profile):
     """A tab of a browser of its own, which keeps its profile in `profile` and ends with the block.
 
     Raises DevToolsError where there is no Chromium.

@@ -1,10 +1,9 @@
 """A reward that raises for some samples: what a report of a troubled run is looked at with."""
 
 from integration_training.tasks.arithmetic import close_answer
-from rollouts.types import RewardResult, Sample
 
 
-def failing_answer(sample: Sample) -> RewardResult:
+def failing_answer(sample):
     """close_answer, but it raises for a number above 30, and for an answer that holds a 7."""
     response = sample.response.strip()
     if response.isdecimal() and int(response) > 30:

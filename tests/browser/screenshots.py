@@ -46,7 +46,7 @@ COMMANDS = """
     terminal-plot              110  30  plot RUN reward/mean entropy/mean --stage rl"""
 
 
-async def take_all(runs: dict[str, Path], into: Path, folder: Path):
+async def take_all(runs, into, folder):
     shots = []
     for line in REPORTS.strip().splitlines():
         name, shown, scheme, width, height, section = line.split()

@@ -8,9 +8,7 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -22,7 +20,7 @@ i {{ display: inline-block; width: 1ch; font-style: normal }}</style>
 <pre>{code}</pre>"""
 
 
-def capture_terminal(words: Sequence[str], *, columns: int) -> str:
+def capture_terminal(words, *, columns):
     """What `python -m rollouts WORDS` writes to a terminal of this width, with its escape codes. Raises
     CalledProcessError if it fails.
     """
@@ -44,7 +42,7 @@ def capture_terminal(words: Sequence[str], *, columns: int) -> str:
     return written.decode().replace("\r\n", "\n")
 
 
-def write_terminal_page(words: Sequence[str], path: Path, *, columns: int, last: int) -> int:
+def write_terminal_page(words, path, *, columns, last):
     """Writes a page of the command's last lines, under the command itself; how many lines those are
     together.
     """

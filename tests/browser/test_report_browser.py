@@ -4,15 +4,15 @@ loads nothing else.
 
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import trio
 
 from rollouts.inspect.report.page import write_report
-from tests.browser.chromium import COMPLAINTS, Page, open_page
-from tests.browser.written_run import write_run
+from tests.browser.chromium import COMPLAINTS, open_page
+from tests.browser.written_run import head, write_run
 from tests.support.text_tables import cases, read_cells
+from tests.unit.run_rows import write_rows
 
 pytestmark = [pytest.mark.browser]
 
@@ -27,7 +27,7 @@ PICTURE_BYTES = "document.querySelector('{} canvas').toDataURL().length"
 
 
 @asynccontextmanager
-async def open_report(tmp_path: Path, *runs: Path):
+async def open_report(tmp_path, *runs):
     """The page of a report. On the way out: nothing was said on the console, nothing raised, nothing but the
     file was asked for.
     """
@@ -49,7 +49,7 @@ async def page(tmp_path):
             yield page
 
 
-async def choose(page: Page, label: str, value: str):
+async def choose(page, label, value):
     """Chooses an entry of the select that stands in the label that begins with `label`."""
     await page.evaluate(
         "(() => { const node = [...document.querySelectorAll('#samples label')].find((other) =>"
@@ -58,12 +58,12 @@ async def choose(page: Page, label: str, value: str):
     )
 
 
-async def fill_in(page: Page, field: str, text: str):
+async def fill_in(page, field, text):
     await page.evaluate(f"document.getElementById({field!r}).select()")
     await page.type(text)
 
 
-async def set_value(page: Page, selector: str, value: str):
+async def set_value(page, selector, value):
     """Sets a field as if it had been typed."""
     node = f"document.querySelector({selector!r})"
     await page.evaluate(f"{node}.value = {value!r}; {node}.dispatchEvent(new Event('input'))")
@@ -131,8 +131,7 @@ async def test_samples_are_filtered_by_status_reward_and_text(page):
 
 async def test_samples_are_sorted_and_shown_with_their_texts_as_text(page):
     await choose(page, "Sort", "response_length-")
-    first = await page.evaluate("document.querySelector('#sample-list li').textContent")
-    assert "7 tok" in first
+    assert "7 tok" in await page.evaluate("document.querySelector('#sample-list li').textContent")
     shown = await page.evaluate("document.getElementById('sample').textContent")
     assert "</script><script>document.title = 'broken'</script>" in shown
     assert "<b>word word word </b>" in shown
@@ -246,7 +245,41 @@ async def test_metrics_are_filtered_and_drawn_over_time_and_on_a_log_axis(page):
     await page.press("ArrowRight")
     await page.press("ArrowRight")
     tip = await page.evaluate("document.getElementById('tip').textContent")
-    assert tip == "0.1667 min\n0.02", "10 s after the first row"
+    assert tip == "0.1667 min\n0.02"  # 10 s after the first row
+
+
+SAID = """2027-01-15T08:00:01Z  rl step 1: publication 1: the average of 1 steps, accuracy 0.500
+2027-01-15T08:00:02Z  rl step 2: refused: the average of 2 steps; accuracy 0.100
+"""
+
+
+async def test_a_guarded_curve_has_its_band_and_what_happened_and_leads_to_what_mattered(tmp_path):
+    run = write_run(tmp_path / "written", steps=2)
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("[rl.optim]", "kl_ref_limit = 0.1\n[rl.optim]"))
+    rows = [head("rl", step) | {"kl/ref_after": step / 10, "optim/undone": step - 1.0} for step in (1, 2)]
+    write_rows(run / "metrics.jsonl", *rows)
+    write_rows(run / "contributions.jsonl", head("rl", 2) | {"update": 0, "id": "s2-1", "share": 0.75})
+    with (run / "updates.log").open("a") as log:
+        log.write(SAID)
+    async with open_report(tmp_path, run) as page:
+        assert await page.evaluate("document.querySelector('#guardrails caption').textContent") == (
+            "Guardrails, 100.0 % of 2 updates succeeded, 1 published, 1 refused"
+        )
+        guard = await page.evaluate("document.querySelector('#guardrails tbody').innerText")
+        assert guard.split("\t")[:4] == ["kl/ref_after", "≤ 0.1", "50.0 %", "1 undone"]
+        assert await page.evaluate("document.querySelector('#guardrails .last').textContent") == "0.2 · ≤ 0.1"
+        await page.evaluate("document.querySelector('#guardrails canvas').focus()")
+        await page.press("ArrowRight")
+        await page.press("ArrowRight")
+        tip = await page.evaluate("document.getElementById('tip').textContent")
+        assert tip == "step 2\n0.2\nrefused: the average of 2 steps; accuracy 0.100"
+        # lines of words are not lines of updates that could not be read
+        assert "of another form" not in await page.evaluate(
+            "document.querySelector('#updates p').textContent"
+        )
+        await page.evaluate("document.querySelector('#guardrails button').click()")
+        assert "s2-1" in await page.evaluate("document.querySelector('#sample h3').textContent")
 
 
 async def test_a_failure_leads_to_a_sample(page):

@@ -4,8 +4,6 @@ a page could trip over.
 
 import itertools
 import json
-from pathlib import Path
-from typing import Any
 
 from tests.unit.run_rows import write_rows
 
@@ -37,13 +35,13 @@ UPDATE = (
 )
 
 
-def head(stage: str, step: int, attempt: int = 1) -> dict[str, Any]:
+def head(stage, step, attempt=1):
     """What every row has; steps are ten seconds apart."""
     place = {"stage": stage, "step": step, "policy_version": step - 1, "attempt": attempt}
     return {"schema": 1, "time_unix": 1_800_000_000.0 + 10 * step} | place
 
 
-def make_metrics(steps: int) -> list[dict[str, Any]]:
+def make_metrics(steps):
     """`sft` and `rl` steps; the reward rises by a hundredth a step, one sample fails in every fifth."""
     rows = [head("sft", step) | {"loss/total": 3.0 - step / 10, "time/step": 0.5} for step in range(1, 6)]
     same = json.loads("""{"response_length/mean": 5.0, "off_policy/mean": 0.5, "time/step": 2.0,
@@ -55,7 +53,7 @@ def make_metrics(steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def make_sample(step: int, number: int, *, failed: bool) -> dict[str, Any]:
+def make_sample(step, number, *, failed):
     """A sample with reward (number % 4) / 4, or one that has failed."""
     answer = str(step + number)
     question = {"role": "user", "content": f"What is {step} + {number}? {NASTY}"}
@@ -79,7 +77,7 @@ def make_sample(step: int, number: int, *, failed: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_run(root: Path, *, steps: int = 20, per_step: int = 4, lr: float = 1e-3) -> Path:
+def write_run(root, *, steps=20, per_step=4, lr=1e-3):
     """The run directory `root`, of a finished run; the last sample of every fifth step has failed."""
     write_rows(root / "metrics.jsonl", *make_metrics(steps))
     (root / "config.toml").write_text(CONFIG.format(steps=steps, lr=lr))

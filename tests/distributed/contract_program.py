@@ -12,7 +12,6 @@ import resource
 import sys
 import tempfile
 import traceback
-from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from rollouts.checkpoints.writer import Keep, open_checkpoint_writer
 from rollouts.config.model import LoraConfig
 from rollouts.config.tables import OptimConfig
 from rollouts.errors import RunDirError, StorageError
-from rollouts.losses import LossInputs, LossOutput
+from rollouts.losses import LossOutput
 from rollouts.losses.inputs import reduce_loss
 from rollouts.models.lora import Adapter, list_trained
 from rollouts.run_dir import RunDir
@@ -44,12 +43,12 @@ CALLS: list[int] = []
 # --- losses of ranks ----------------------------------------------------------------------------------------
 
 
-def is_rank(rank: int) -> bool:
+def is_rank(rank):
     """Whether this process is that rank; −1: the last."""
     return int(os.environ["RANK"]) == rank % int(os.environ["WORLD_SIZE"])
 
 
-def sft_after(act: Callable[[LossInputs], LossInputs | None]) -> Callable[..., LossOutput]:
+def sft_after(act):
     """SFT before which each rank does this; on the inputs that it gives, if any."""
 
     def loss(inputs, *, unit):
@@ -61,21 +60,21 @@ def sft_after(act: Callable[[LossInputs], LossInputs | None]) -> Callable[..., L
 
 
 @sft_after
-def last_rank_loss(inputs: LossInputs):
+def last_rank_loss(inputs):
     """Fails on the last rank alone."""
     if is_rank(-1):
         raise ZeroDivisionError("the loss failed on one rank")
 
 
 @sft_after
-def last_rank_nan_loss(inputs: LossInputs) -> LossInputs:
+def last_rank_nan_loss(inputs):
     """Is not a number on the last rank alone."""
     factor = float("nan") if is_rank(-1) else 1.0
     return dataclasses.replace(inputs, log_probs=inputs.log_probs * factor)
 
 
 @sft_after
-def second_call_loss(inputs: LossInputs):
+def second_call_loss(inputs):
     """Fails at a rank's second micro-batch, when the gradient of the first is held and not yet summed over
     the ranks.
     """
@@ -85,25 +84,25 @@ def second_call_loss(inputs: LossInputs):
 
 
 @sft_after
-def last_rank_without_disk_loss(inputs: LossInputs):
+def last_rank_without_disk_loss(inputs):
     """From here on the system lets no file of the last rank's process grow, as a full disk would."""
     limit_files(0, rank=-1)
 
 
 @sft_after
-def last_rank_with_disk_loss(inputs: LossInputs):
+def last_rank_with_disk_loss(inputs):
     """The last rank may write again."""
     limit_files(resource.RLIM_INFINITY, rank=-1)
 
 
-def limit_files(size: int, *, rank: int):
+def limit_files(size, *, rank):
     """How large a file may get that this process writes, where it is that rank."""
     if is_rank(rank):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 @sft_after
-def scarce_memory_loss(inputs: LossInputs):
+def scarce_memory_loss(inputs):
     """Leaves the last rank's machine without memory for a copy, as that rank sees it from now on; every other
     sees plenty.
     """
@@ -111,7 +110,7 @@ def scarce_memory_loss(inputs: LossInputs):
 
 
 @sft_after
-def plenty_memory_loss(inputs: LossInputs):
+def plenty_memory_loss(inputs):
     """Gives it back."""
     captures.read_free_memory = lambda: 1 << 40
 
@@ -187,7 +186,7 @@ async def check_no_parameter_is_whole_on_a_rank(open_backend):
             assert len(parameter.to_local()) == len(parameter.grad.to_local()) <= rows, name
 
 
-async def check_a_full_disk_on_one_rank_costs_the_checkpoint_only(open_backend, folder: Path):
+async def check_a_full_disk_on_one_rank_costs_the_checkpoint_only(open_backend, folder):
     """All ranks fail the save alike, the one before loads, training goes on, and the next save is whole: on
     the last rank, then on rank 0.
     """
@@ -224,12 +223,12 @@ async def check_a_full_disk_on_one_rank_costs_the_checkpoint_only(open_backend, 
             contract.assert_weights_equal(weights, await backend.get_weights())
 
 
-def read_files(folder: Path) -> dict[str, bytes]:
+def read_files(folder):
     """Every file below, by name."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(open_backend, folder: Path):
+async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(open_backend, folder):
     """Bit for bit, whatever is trained between the copy and the writing; and CheckpointWriter saves so."""
     async with open_backend() as backend:
         await train(backend, make_batch(), LossSpec(f"{HERE}:plenty_memory_loss"))
@@ -271,7 +270,7 @@ async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(open_ba
         await backend.load(run_dir.checkpoint("sft", 1))
 
 
-async def check_where_one_rank_has_no_room_for_a_copy_none_copies(open_backend, folder: Path):
+async def check_where_one_rank_has_no_room_for_a_copy_none_copies(open_backend, folder):
     """Training waits for the save then, and everything works afterwards."""
     async with open_backend() as backend:
         await train(backend, make_batch(), LossSpec(f"{HERE}:scarce_memory_loss"))
@@ -280,12 +279,12 @@ async def check_where_one_rank_has_no_room_for_a_copy_none_copies(open_backend, 
             {"": backend}, RunDir(folder), "sft", keep=Keep(), warn=print
         ) as writer:
             await writer.save(1, {})
-            assert checkpoints.is_complete(RunDir(folder).checkpoint("sft", 1)), "training waited for it"
+            assert checkpoints.is_complete(RunDir(folder).checkpoint("sft", 1))  # training waited for it
         await train(backend, make_batch(), LossSpec(f"{HERE}:plenty_memory_loss"))
         assert await backend.capture() is not None  # never written: the next backend opens all the same
 
 
-async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(open_backend, folder: Path):
+async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(open_backend, folder):
     """Rank 0 raises the other rank's error after all have ended; steps are not disturbed, and the next copy
     is written.
     """
@@ -329,7 +328,7 @@ TRAINED = {
 }
 
 
-def list_checks(trained: str) -> dict[str, Callable[..., Awaitable[None]]]:
+def list_checks(trained):
     """The contract's checks and those above, by name."""
     found = {**vars(contract), **vars(backend_checks), **globals()}
     if trained == "adapter":  # every rank has all of it
@@ -337,7 +336,7 @@ def list_checks(trained: str) -> dict[str, Callable[..., Awaitable[None]]]:
     return {name: check for name, check in sorted(found.items()) if name.startswith("check_")}
 
 
-async def drive(channel, ranks) -> dict[str, str]:
+async def drive(channel, ranks):
     from rollouts.backends.fsdp import open_fsdp_backend
 
     name, trained = TRAINED[sys.argv[1]]

@@ -7,24 +7,23 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import trio
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 PROCESS_TIMEOUT_S = 240
 
 
-def run_ranks(ranks: int, module: str, *arguments: str, out: Path):
+def run_ranks(ranks, module, *arguments, out):
     """What rank 0 of `module`, run by torchrun with `ranks` processes, wrote to `out`."""
     start_ranks(ranks, module, *arguments, str(out))
     return json.loads(out.read_text())
 
 
-def start_ranks(ranks: int, module: str, *arguments: str):
+def start_ranks(ranks, module, *arguments):
     """Returns when `module`, run by torchrun with `ranks` processes, has ended well."""
     from rollouts.ranks.launch import torchrun_command
 
@@ -43,7 +42,7 @@ def start_ranks(ranks: int, module: str, *arguments: str):
     )
 
 
-async def drive_ranks(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size: int = 0):
+async def drive_ranks(drive, *, shard_size=0):
     """On rank 0 what `drive(channel, ranks)` returns; the other ranks do what it asks, and return None."""
     from rollouts.backends.fsdp import serve_backends
     from rollouts.ranks.launch import read_launch
@@ -55,7 +54,7 @@ async def drive_ranks(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size
         return await serve_backends(opened.channel, opened.ranks)
 
 
-def main(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size: int = 0):
+def main(drive, *, shard_size=0):
     """Runs `drive` on rank 0, and writes what it returns."""
     warnings.simplefilter("error")
     warnings.filterwarnings(

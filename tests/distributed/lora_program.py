@@ -5,7 +5,6 @@ torchrun … -m tests.distributed.lora_program CASES OUT        weights: OUT.<ca
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 import trio
 from safetensors.torch import save_file
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rollouts.backends.fsdp import open_fsdp_backend
@@ -37,7 +35,7 @@ class Case(NamedTuple):
     loads: str = ""  # that of some from which it goes on
 
 
-async def train_adapters(open_backend: Callable[..., Any], case: Case) -> tuple[list[Any], dict[str, Tensor]]:
+async def train_adapters(open_backend, case):
     """Losses and norms of a policy and a critic beside it, and the weights of both. A third adapter comes and
     goes between their steps; nobody moves the base by a bit.
     """
@@ -80,7 +78,7 @@ async def train_adapters(open_backend: Callable[..., Any], case: Case) -> tuple[
     return said, found
 
 
-async def drive(channel, ranks) -> list[Any]:
+async def drive(channel, ranks):
     def open_backend(path, **settings):
         return open_fsdp_backend(path, channel=channel, ranks=ranks, **settings)
 

@@ -2,7 +2,6 @@
 compare.
 """
 
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from rollouts.device_thread import open_device_thread
 from rollouts.models.sharded import get_local
 from rollouts.ranks.launch import Launch
-from rollouts.ranks.meet import Ranks, close_group, init_group
+from rollouts.ranks.meet import close_group, init_group
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec
 
@@ -20,7 +19,7 @@ GRPO = LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2})
 
 
 @asynccontextmanager
-async def open_one_rank(device: str) -> AsyncIterator[Ranks]:
+async def open_one_rank(device):
     """The process group of a job of one process: gloo, and NCCL for "cuda"."""
     place = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", restart=0)
     async with open_device_thread(name="ranks", torch_threads=1) as thread:
@@ -37,7 +36,7 @@ class Trained(NamedTuple):
     weights: dict[str, Tensor]  # after the last
 
 
-async def train(backend) -> Trained:
+async def train(backend):
     losses, norms, gradient = [], [], {}
     for step in range(3):
         losses.append((await backend.forward_backward(make_batch(step), GRPO)).loss)

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -16,17 +15,16 @@ from safetensors.torch import save_file
 from rollouts.backends import state
 from rollouts.backends.captures import compute_held_bytes
 from rollouts.backends.open import open_trainer
-from rollouts.backends.trainer import Trainer
 from rollouts.config.tables import OptimConfig
 from rollouts.models.export import deal_weights, name_parts
 from rollouts.models.sharded import get_local
 from rollouts.ranks.launch import read_launch
-from rollouts.ranks.meet import Ranks, all_gather_floats, close_group, connect
+from rollouts.ranks.meet import all_gather_floats, connect
 
 state.RANK_BUCKET_BYTES = 40_000  # several turns, and weights that are larger
 
 
-def step(trainer: Trainer):
+def step(trainer):
     """AdamW with a gradient that every rank makes of its own rows."""
     torch.manual_seed(0)
     for _, parameter in trainer.model.named_parameters():
@@ -34,7 +32,7 @@ def step(trainer: Trainer):
     trainer.optim_step(None, settings={"lr": 1e-2}, max_grad_norm=None)
 
 
-def capture(trainer: Trainer, ranks: Ranks, path: Path) -> dict[str, Any]:
+def capture(trainer, ranks, path):
     """Copies, changes the weights, and only then writes."""
     deal = deal_weights(trainer.model, ranks.rank, ranks.world_size)
     needed = compute_held_bytes(trainer.model, ranks, deal)
@@ -75,7 +73,9 @@ def main():
     found = capture(trainer, ranks, folder / "beside")
     (folder / f"found-{ranks.rank}.json").write_text(json.dumps(found))
     all_gather_floats(ranks, [0.0])
-    close_group()
+    # gloo's threads may still hold a collective's tensors when it has returned; an interpreter that ends in
+    # that moment is aborted (pytorch/pytorch issue 190489)
+    os._exit(0)
 
 
 if __name__ == "__main__":

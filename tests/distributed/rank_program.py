@@ -16,19 +16,19 @@ from rollouts.device_thread import open_device_thread
 from rollouts.errors import ModelError
 from rollouts.ranks import channel as ranks_channel
 from rollouts.ranks.launch import read_launch
-from rollouts.ranks.meet import OpenRanks, all_gather_floats, open_ranks
+from rollouts.ranks.meet import all_gather_floats, open_ranks
 
 ranks_channel.SILENT_BEATS = int(os.environ.get("SILENT_BEATS", "20"))
 
 
-async def hang(opened: OpenRanks):
+async def hang(opened):
     async with open_device_thread(name="trainer") as thread:
         if opened.ranks.rank:
             thread.submit(dist.barrier)
         await trio.sleep_forever()
 
 
-async def answer(opened: OpenRanks):
+async def answer(opened):
     channel = opened.channel
     if opened.ranks.rank == 0:
         channel.send({"name": "double", "numbers": [1, 2]})
@@ -38,7 +38,7 @@ async def answer(opened: OpenRanks):
         channel.answer("doubled", str([2 * number for number in command["numbers"]]))
 
 
-async def fail(opened: OpenRanks):
+async def fail(opened):
     async with open_device_thread(name="trainer") as thread:
         if opened.ranks.rank == 1:
             opened.channel.phase = "step 3"
@@ -46,10 +46,10 @@ async def fail(opened: OpenRanks):
         await thread.submit(lambda: all_gather_floats(opened.ranks, [1.0]))
 
 
-async def force(opened: OpenRanks):
+async def force(opened):
     if opened.ranks.rank:
         await opened.channel.receive()
-    await opened.channel.end_others()
+    opened.channel.end_others()
     os._exit(0)
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 @cache
-def run_checks(trained: str) -> dict[str, str]:
+def run_checks(trained):
     with TemporaryDirectory() as folder:
         return run_ranks(2, "tests.distributed.contract_program", trained, out=Path(folder, "found"))
 

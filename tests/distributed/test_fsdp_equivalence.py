@@ -5,15 +5,12 @@ rounding.
 import json
 import math
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import trio
 from safetensors.torch import load_file
-from torch import Tensor
 
 from rollouts.models.load import load_hf_model
 from tests.distributed.job import run_ranks
@@ -48,7 +45,7 @@ TEN_STEPS = CASES[:4]
 
 
 @cache
-def train_alone(number: int) -> tuple[dict[str, Any], dict[str, Tensor], list[float]]:
+def train_alone(number):
     """What one process says and gets; and of each step the sum of the absolute terms of its loss, over the
     denominator.
     """
@@ -64,7 +61,7 @@ def train_alone(number: int) -> tuple[dict[str, Any], dict[str, Tensor], list[fl
     return trio.run(run)
 
 
-def sum_terms(case: Case, step: int) -> float:
+def sum_terms(case, step):
     """Σ |term| / tokens: of SFT the loss itself, about log V; of GRPO the advantages (ratios are near 1)."""
     batch = make_rollouts(step)
     tokens = sum(int(mask.sum()) for mask in batch.loss_masks)
@@ -73,7 +70,7 @@ def sum_terms(case: Case, step: int) -> float:
     return sum(float(np.abs(row).sum()) for row in batch.advantages) / tokens
 
 
-def assert_equal(said: dict[str, Any], weights: dict[str, Tensor], number: int, *, first: int = 0):
+def assert_equal(said, weights, number, *, first=0):
     """`first`: the steps of one process that went before."""
     alone, wanted, terms = train_alone(number)
     tolerance = TOLERANCE[CASES[number].dtype]
@@ -85,9 +82,7 @@ def assert_equal(said: dict[str, Any], weights: dict[str, Tensor], number: int, 
     assert compute_difference(weights, wanted) <= tolerance
 
 
-def run_cases(
-    ranks: int, cases: list[Case], folder: Path, *, shard_size: int = 0
-) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+def run_cases(ranks, cases, folder, *, shard_size=0):
     out = folder / "found"
     said = run_ranks(ranks, "tests.distributed.train_program", json.dumps(cases), str(shard_size), out=out)
     return [(one, load_file(f"{out}.{number}.safetensors")) for number, one in enumerate(said)]
@@ -103,8 +98,7 @@ def test_ten_steps_on_ranks_are_those_of_one_process_also_when_their_number_chan
         assert_equal(said, weights, number)
     resumed = [case._replace(loads=path) for case, path in zip(TEN_STEPS, saved, strict=True)]
     for ranks in (1, 4):
-        found = run_cases(ranks, [*TEN_STEPS, *resumed], tmp_path)
-        for number, (said, weights) in enumerate(found):
+        for number, (said, weights) in enumerate(run_cases(ranks, [*TEN_STEPS, *resumed], tmp_path)):
             assert_equal(said, weights, number % 4, first=HALF if number >= 4 else 0)
 
 

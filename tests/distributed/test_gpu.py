@@ -2,8 +2,6 @@
 weights; make test-gpu.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from rollouts.models.load import resolve_model
 from rollouts.models.sharded import get_local
 from rollouts.ranks.channel import NoOtherRanks
 from rollouts.testing.torch_contracts import make_batch
-from tests.distributed.one_rank import GRPO, Trained, open_one_rank, train
+from tests.distributed.one_rank import GRPO, open_one_rank, train
 from tests.support.plain_backend import compute_difference
 from tests.support.text_tables import cases, read_cells, read_params
 
@@ -45,25 +43,25 @@ compile_backend = "inductor", cpu_offload = true, reduce_each_micro_batch = true
 
 
 @pytest.fixture
-def path() -> Path:
+def path():
     return resolve_model("tiny:llama")
 
 
-def assert_same(found: Trained, wanted: Trained, tolerance: float):
+def assert_same(found, wanted, tolerance):
     assert found.losses == pytest.approx(wanted.losses, rel=tolerance, abs=tolerance)
     assert found.norms == pytest.approx(wanted.norms, rel=tolerance)
     assert compute_difference(found.gradient, wanted.gradient) <= tolerance
     assert compute_difference(found.weights, wanted.weights) <= tolerance
 
 
-async def train_alone(path: Path, **options) -> Trained:
+async def train_alone(path, **options):
     async with open_pytorch_backend(
         path, device="cuda", **OPTIONS, **{"autocast": "off", **options}
     ) as backend:
         return await train(backend)
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases("case", CASES)
 async def test_a_rank_on_a_gpu_trains_as_one_process_there(case, path):
     options = {"autocast": "off", **CASES[case]}
     wanted = await train_alone(path, autocast=options["autocast"])

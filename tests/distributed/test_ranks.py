@@ -7,24 +7,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import ROOT
 from tests.support.fork_server import place_ranks
 from tests.support.text_tables import cases
 
-ROOT = Path(__file__).resolve().parents[2]
 SOON_S = 120.0  # for a busy machine; a collective would wait for half an hour
 
 
 @contextmanager
-def open_processes(
-    job: str, count: int = 2, *, silent_beats: int = 20
-) -> Iterator[list[subprocess.Popen[str]]]:
+def open_processes(job, count=2, *, silent_beats=20):
     """Ranks that are connected."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "SILENT_BEATS": str(silent_beats)}
     command = [sys.executable, "-m", "tests.distributed.rank_program", job]
@@ -44,8 +40,8 @@ def open_processes(
 
 
 @cases("lost: 0 1")
-@pytest.mark.parametrize(
-    ("how", "reason"),
+@cases(
+    "how, reason",
     [
         (signal.SIGKILL, "its process has ended"),
         pytest.param(signal.SIGSTOP, "no heartbeat came for 20 s", marks=pytest.mark.slow),

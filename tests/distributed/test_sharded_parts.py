@@ -3,7 +3,6 @@ model as others load it.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request, tmp_path_factory) -> tuple[Path, int]:
+def case(request, tmp_path_factory):
     """The folder that a job has filled, and its number of ranks."""
     (kind, ranks, shard_size), folder = CASES[request.param], tmp_path_factory.mktemp("parts")
     (folder / "model").symlink_to(resolve_model(f"tiny:{kind}"))
@@ -64,6 +63,6 @@ def test_no_rank_holds_more_than_its_deal_of_weights_and_its_rows_of_the_moments
     dealt = [sum(sizes[name] for name in one["dealt"]) for one in found]
     assert [one["weights"] for one in found] == dealt and sum(dealt) == sum(sizes.values())
     assert max(dealt) <= sum(sizes.values()) / ranks + max(sizes.values())
-    assert [one["storage"] for one in found] == dealt, "no view keeps a larger tensor"
-    assert [one["held"] for one in found] == [one["planned"] for one in found], "what room was asked for"
-    assert sum(one["held"] - one["weights"] for one in found) == 2 * sum(sizes.values()), "two moments, once"
+    assert [one["storage"] for one in found] == dealt  # no view keeps a larger tensor
+    assert [one["held"] for one in found] == [one["planned"] for one in found]  # what room was asked for
+    assert sum(one["held"] - one["weights"] for one in found) == 2 * sum(sizes.values())  # two moments, once

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import trio
 from safetensors.torch import save_file
-from torch import Tensor
 
 from rollouts.config.tables import OptimConfig
 from rollouts.models.load import resolve_model
@@ -31,7 +30,7 @@ SPECS = {
 }
 
 
-def find_model(name: str) -> Path:
+def find_model(name):
     """The directory of a model; "gpt2" is a random one that computes in its own precision throughout: most
     others have norms in float32.
     """
@@ -39,7 +38,7 @@ def find_model(name: str) -> Path:
 
 
 @cache
-def make_gpt2() -> Path:
+def make_gpt2():
     import transformers
 
     from rollouts.models.directories import build_directory_once, choose_model_cache
@@ -71,14 +70,14 @@ class Case(NamedTuple):
     loads: str = ""  # that of one from which it goes on
 
 
-def backend_options(case: Case) -> dict[str, Any]:
+def backend_options(case):
     """Settings of both backends: a budget that makes several micro-batches of some batches, and one of
     others.
     """
     return {"optim": OPTIM, "total_steps": case.steps, "micro_batch_tokens": 160, "share_prefix": True}
 
 
-def make_rollouts(step: int) -> RolloutBatch:
+def make_rollouts(step):
     """Groups of uneven size over prompts of uneven length, answers of 1 to 60 tokens; some groups have no
     advantage.
     """
@@ -106,7 +105,7 @@ def make_rollouts(step: int) -> RolloutBatch:
     )
 
 
-async def train(backend, case: Case) -> tuple[dict[str, Any], dict[str, Tensor]]:
+async def train(backend, case):
     """What every step said, the sum of the first rollouts' log-probs afterwards, and the weights."""
     losses, norms, metrics = [], [], {}
     if case.loads:
@@ -124,7 +123,7 @@ async def train(backend, case: Case) -> tuple[dict[str, Any], dict[str, Tensor]]
     return found, await backend.get_weights()
 
 
-async def drive(channel, ranks) -> list[dict[str, Any]]:
+async def drive(channel, ranks):
     from rollouts.backends.fsdp import open_fsdp_backend
 
     found = []

@@ -12,16 +12,15 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 PIECE_S = 0.5  # of a held micro-batch, and between two looks at a file
+PAUSE_S = 7.0
 RELEASED = "released"  # beside HOLD_REACHED
 
 
-def is_held(phase: str) -> bool:
+def is_held(phase):
     """Whether this phase is held now: after the row of the first RL step, and, but for the evaluation, before
     that of the second.
     """
@@ -43,19 +42,39 @@ def block():
         time.sleep(PIECE_S)
 
 
-def reward(sample) -> float:
+def reward(sample):
     if is_held("reward"):
         block()
     return float(len(sample.response) % 3)
 
 
-def eval_reward(sample) -> float:
+async def async_reward(sample):
+    """Holds the event loop: for good, or once for longer than a loop may be silent."""
+    if is_held("loop"):
+        block()
+    if is_held("pause") and not Path(os.environ["HOLD_REACHED"]).exists():
+        note_reached()
+        time.sleep(PAUSE_S)  # noqa: ASYNC251
+    return reward(sample)
+
+
+def thieving_reward(sample):
+    """Takes the record away, once."""
+    metrics = Path(os.environ.get("HOLD_METRICS", ""))
+    if is_held("delete"):
+        metrics.unlink()
+    if is_held("move"):
+        metrics.parent.rename(metrics.parent.with_name("moved"))
+    return reward(sample)
+
+
+def eval_reward(sample):
     if is_held("evaluate"):
         block()
     return float(len(sample.response) % 2)
 
 
-def loss(inputs, *, unit: str, **params):
+def loss(inputs, *, unit, **params):
     """REINFORCE weighted by numbers that torch draws, slow where it is held: many micro-batches, each a piece
     that an interrupt has to wait for.
     """
@@ -70,7 +89,7 @@ def loss(inputs, *, unit: str, **params):
     return LOSSES["reinforce"](drawn, unit=unit, **params)
 
 
-def hold_calls(function: Callable[..., Any], phase: str, *, until_released: bool = False):
+def hold_calls(function, phase, *, until_released=False):
     """The async function; in its phase a call waits first, for good or until RELEASED is there."""
     import trio
 
@@ -123,28 +142,30 @@ def hold_startup():
     rollouts.engines.local.open_local_engine = held
 
 
-def stop_after(stage: str, step: int):
+def stop_after(stage, step):
     import integration_training.run as program
     from rollouts.metrics.writer import JsonlLogger
 
-    watch = program.watch_signals
+    open_stop = program.open_stop
     log_step = JsonlLogger.log_step
     controls = []
 
-    async def watch_and_note(stop, **options):
-        controls.append(stop)
-        await watch(stop, **options)
+    @asynccontextmanager
+    async def open_and_note(*arguments, **options):
+        async with open_stop(*arguments, **options) as stop:
+            controls.append(stop)
+            yield stop
 
     async def log_and_stop(self, *arguments, **options):
         await log_step(self, *arguments, **options)
         if arguments[:2] == (stage, step):
             controls[0].request()
 
-    program.watch_signals = watch_and_note
+    program.open_stop = open_and_note
     JsonlLogger.log_step = log_and_stop  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def count_encoded(file: Path):
+def count_encoded(file):
     from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 
     original = AsyncRolloutManager.snapshot
@@ -162,7 +183,7 @@ def count_encoded(file: Path):
     AsyncRolloutManager.snapshot = snapshot
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv=None):
     from integration_training.train import main as train
 
     if "ENCODED" in os.environ:

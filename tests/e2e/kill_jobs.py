@@ -1,11 +1,11 @@
 """Runs of the tiny config, so short that they can be killed hundreds of times."""
 
 import shlex
-from pathlib import Path
 
+from tests import ROOT
 from tests.support.kill_harness import Job
 
-TINY = str(Path(__file__).resolve().parents[2] / "integration_training" / "configs" / "tiny.toml")
+TINY = str(ROOT / "integration_training/configs/tiny.toml")
 ROWS = ("reasoning_gym",)
 SMALL = """
     --sft.data.size 40 --rl.data.size 20 --eval.data.size 4 --sft.batch_size 4 --rl.rollout.num_prompts 2
@@ -13,7 +13,7 @@ SMALL = """
 """
 
 
-def make_job(name: str, mode: str, flags: str, **options) -> Job:
+def make_job(name, mode, flags, **options):
     arguments = ("--config", TINY, "--mode", mode, *shlex.split(SMALL + flags))
     return Job(name, arguments, tuple(mode.split("+")), ROWS, **options)
 
@@ -33,4 +33,12 @@ GAME_FLAGS = """ --rl.rollout.reward '' --rl.rollout.environment integration_tra
     --rl.rollout.max_turns 3"""
 GAME = make_job("rl, a game of several turns", "rl", RL_FLAGS + GAME_FLAGS)
 STALE_GAME = make_job("rl, held games", "rl", STALE_FLAGS + GAME_FLAGS, exact=False)
-JOBS = (SFT, RL, BOTH, COPIED, STALE, SFT_RANKS, RL_RANKS, GAME, STALE_GAME)
+ONLINE_FLAGS = """--sft.steps 3 --sft.data.size 40 --sft.batch_size 4 --rl.steps 7 --rl.data.size 40
+    --eval.data.size 6 --rl.rollout.num_prompts 2 --rl.rollout.samples_per_prompt 3"""
+ONLINE = Job(
+    "online",
+    ("--config", TINY.replace("tiny", "tiny_online"), "--mode", "sft+online", *shlex.split(ONLINE_FLAGS)),
+    ("sft", "rl"),
+    ROWS,
+)
+JOBS = (SFT, RL, BOTH, COPIED, STALE, SFT_RANKS, RL_RANKS, GAME, STALE_GAME, ONLINE)

@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import read_cpu_name
+from tests import ROOT
 from tests.e2e.kill_jobs import BOTH, JOBS, RL, SFT
-from tests.support.kill_harness import Cut, KillHarness, Outcome, open_kill_harness
+from tests.support.kill_harness import open_kill_harness
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks/results"
 THOROUGH = "the first, middle and last time that it is reached; twice running"
 ONCE = "in the middle of the times that it is reached"
 FRESH_EVERY = 10  # one instant in so many is of a process that imports everything anew
@@ -53,7 +54,7 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
-    def add(self, kind: str, outcome: Outcome, cuts: list[Cut]):
+    def add(self, kind, outcome, cuts):
         self.counts[f"{kind} runs"] += 1
         self.counts[f"{kind} kills"] += outcome.kills
         self.counts["attempts"] += len(outcome.attempts)
@@ -64,7 +65,7 @@ class Tally:
         print("x" if outcome.violations else ".", end="", flush=True)
 
 
-def soak_points(harness: KillHarness, tally: Tally, *, once: bool):
+def soak_points(harness, tally, *, once):
     plan = harness.plan_points(once=once)
     for name, cuts in plan.items():
         tally.add("point", harness.kill(name, cuts), cuts)
@@ -73,7 +74,7 @@ def soak_points(harness: KillHarness, tally: Tally, *, once: bool):
     )
 
 
-def soak_instants(harness: KillHarness, tally: Tally, *, kills: int, seed: int):
+def soak_instants(harness, tally, *, kills, seed):
     """At least `kills` runs that a random instant hit. A draw after the end of its run kills nothing and does
     not count.
     """
@@ -84,7 +85,7 @@ def soak_instants(harness: KillHarness, tally: Tally, *, kills: int, seed: int):
         seed += 1
 
 
-def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float, once: bool):
+def write_report(path, tallies, *, seed, wall_s, once):
     """One row a job, then every violation."""
     kills = sum(tally.counts["point kills"] + tally.counts["instant kills"] for tally in tallies)
     failures = [failure for tally in tallies for failure in tally.failures]
@@ -115,7 +116,7 @@ def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float, 
     path.write_text("\n".join(lines).rstrip() + "\n", "utf-8")
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

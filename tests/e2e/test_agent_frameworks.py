@@ -45,5 +45,4 @@ async def test_an_agent_of_smolagents_trains(tmp_path):
     for one, request in zip(samples, engine.requests, strict=True):
         assert one.tokens[~one.loss_mask].tolist() == request.prompt_ids.tolist()
     assert b"Observation:\n7" in bytes(token % 256 for token in samples[1].tokens)
-    record = samples[-1].metadata["trajectory"]
-    assert (record["end"], samples[-1].rewards) == ("done", {"right": 1.0})
+    assert (samples[-1].metadata["trajectory"]["end"], samples[-1].rewards) == ("done", {"right": 1.0})

@@ -14,7 +14,7 @@ Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def run(tmp_path, capsys) -> Run:
+def run(tmp_path, capsys):
     """(exit code, what is said) of a run in tmp_path / "run" with these settings."""
 
     def run_main(settings="", *, config=TINY, mode="sft+rl"):
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_said_before_a_directory_is_made(run, tmp_path, set
     code, message = run(settings.format(tmp=tmp_path))
     assert code == 2
     assert what.format(tmp=tmp_path) in message and why.format(tmp=tmp_path) in message, message
-    assert not (tmp_path / "run").exists(), "the corrected command would be refused"
+    assert not (tmp_path / "run").exists()  # the corrected command would be refused
 
 
 FUNCTIONS = """

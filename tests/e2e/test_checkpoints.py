@@ -15,14 +15,14 @@ from tests.support.compare_runs import assert_same_run, weights_digest
 from tests.support.text_tables import cases
 
 
-def flip_a_bit(file: Path):
+def flip_a_bit(file):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
 
 
 @pytest.fixture
-def copied(finished_run, tmp_path) -> Path:
+def copied(finished_run, tmp_path):
     """A copy of the finished run that a test may damage."""
     return Path(shutil.copytree(finished_run, tmp_path / "run"))
 
@@ -94,7 +94,7 @@ def test_a_disk_without_room_for_checkpoints_costs_them_and_the_last_one_ends_th
     assert "step_20 cannot be written (File too large" in result.stderr
     assert "Traceback" not in result.stderr
     rows = read_rows(out / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, 21)), "training went on"
+    assert [row["step"] for row in rows] == list(range(1, 21))  # training went on
     assert sum(row.get("checkpoint/failed", 0.0) for row in rows) == pytest.approx(
         4.0
     )  # of steps 4, 8, 12 and 16

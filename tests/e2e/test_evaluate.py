@@ -13,7 +13,7 @@ from tests.e2e.conftest import TINY
 
 SETTINGS = "--sft.steps 20 --rl.steps 2 --rl.eval_every 0 --rl.rollout.filters [] --eval.data.size 6"
 GRADED = "--eval.temperature 1.0 --eval.samples_per_prompt 2 --eval.policy_metrics true"
-REWARD = TINY.parents[1] / "tasks" / "arithmetic.py"
+REWARD = TINY.parents[1] / "tasks/arithmetic.py"
 
 
 def test_a_model_and_checkpoints_get_the_digits_that_their_run_gave_them(tmp_path, monkeypatch, capfd):
@@ -30,7 +30,7 @@ def test_a_model_and_checkpoints_get_the_digits_that_their_run_gave_them(tmp_pat
     ):
         assert rollouts(["evaluate", *name.split()]) == 0, capfd.readouterr().err
         rows += read_rows(Path(f"runs/evaluate-{written}/evaluations.jsonl"))
-    assert rows[-1].pop("eval/heldout/kl") == 0, "from itself"
+    assert rows[-1].pop("eval/heldout/kl") == 0  # from itself
     assert f"eval/heldout/perplexity {rows[-1]['eval/heldout/perplexity']}\n" in capfd.readouterr().out
     for row in [*of_run, *rows]:
         del row["time_unix"], row["policy_version"]

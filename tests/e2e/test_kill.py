@@ -3,7 +3,6 @@ every point and ten times as often.
 """
 
 import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,11 +10,11 @@ from rollouts.crash_points import POINTS
 from tests.e2e.kill_jobs import BOTH, GAME, RL, RL_RANKS, SFT, STALE_GAME
 from tests.support.kill_harness import (
     Cut,
-    KillHarness,
     check_nothing_lost,
     check_rows_of_attempt,
     open_kill_harness,
 )
+from tests.support.text_tables import cases
 
 pytestmark = pytest.mark.slow
 ONE_OF_EACH_CLASS = (
@@ -27,7 +26,7 @@ RANDOM_INSTANTS = 20  # over SFT and RL
 
 
 @pytest.fixture(scope="module")
-def both(train, tmp_path_factory) -> Iterator[KillHarness]:
+def both(train, tmp_path_factory):
     with open_kill_harness(BOTH, tmp_path_factory.mktemp("both") / "work", server=train.server) as harness:
         yield harness
 
@@ -39,14 +38,14 @@ def test_one_point_of_each_class_is_tried():
     }  # those need a run that was killed before
 
 
-@pytest.mark.parametrize("point", ONE_OF_EACH_CLASS)
+@cases("point", ONE_OF_EACH_CLASS)
 def test_a_run_killed_at_a_crash_point_goes_on_exactly(both, point):
     outcome = both.kill(point.replace(":", "-"), [Cut(point)])
     assert outcome.kills == 1
     assert outcome.violations == ()
 
 
-@pytest.mark.parametrize("job", [GAME, STALE_GAME], ids=lambda job: job.name)
+@cases("job", [GAME, STALE_GAME], ids=lambda job: job.name)
 def test_a_run_killed_in_the_middle_of_trajectories_loses_none(job, train, tmp_path):
     """In its first turns, between turns of the second step, and while it plays on after that."""
     with open_kill_harness(job, tmp_path / "work", server=train.server) as harness:
@@ -80,7 +79,7 @@ def test_a_run_on_ranks_goes_on_exactly_after_one_and_then_the_other_was_killed(
     ]
 
 
-@pytest.mark.parametrize("job", [SFT, RL], ids=lambda job: job.name)
+@cases("job", [SFT, RL], ids=lambda job: job.name)
 def test_runs_killed_at_random_instants_go_on_exactly(job, train, tmp_path):
     with open_kill_harness(job, tmp_path / "work", server=train.server) as harness:
         kills = 0

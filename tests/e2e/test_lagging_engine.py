@@ -5,9 +5,8 @@ nobody stopped.
 import pytest
 
 from rollouts.checkpoints.load import find_newest_checkpoint
-from rollouts.metrics.jsonl import read_rows
 from tests.e2e.test_stop import arguments, run, stop_in
-from tests.support.compare_runs import assert_same_run
+from tests.support.compare_runs import assert_same_run, read_stage
 
 pytestmark = pytest.mark.slow
 
@@ -20,18 +19,18 @@ async def test_a_stop_between_two_weight_updates_goes_on_with_the_weights_that_t
     """The engine is updated after steps 2 and 4; the stop cuts step 2 in the middle of its micro-batches,
     whose loss draws random numbers.
     """
-    unbroken, out = tmp_path / "unbroken" / "run", tmp_path / "stopped" / "run"
+    unbroken, out = tmp_path / "unbroken/run", tmp_path / "stopped/run"
     for folder in (unbroken, out):
         folder.parent.mkdir()
     train.fork(arguments(*LAGGING), unbroken, environ={"ENCODED": str(tmp_path / "encoded")})
-    lags = [row["off_policy/max"] for row in read_rows(unbroken / "metrics.jsonl") if row["stage"] == "rl"]
+    lags = [row["off_policy/max"] for row in read_stage(unbroken / "metrics.jsonl")]
     assert lags == [0.0, 1.0, 0.0, 1.0]
     assert (tmp_path / "encoded").read_text() == "encoded\n", (
         "once, for the checkpoint at the end, and not in every step"
     )
     await stop_in(train, out, "train", *LAGGING, ranks=1)
-    newest = find_newest_checkpoint(out / "checkpoints" / "rl")
+    newest = find_newest_checkpoint(out / "checkpoints/rl")
     assert newest is not None and newest.name == "step_1"
-    assert (newest / "state" / "engine.safetensors").exists()
+    assert (newest / "state/engine.safetensors").exists()
     run(train, out, "--resume", *LAGGING)
     assert_same_run(unbroken, out, stopped=True)

@@ -14,8 +14,9 @@ from rollouts.cli import main as rollouts
 from rollouts.metrics.jsonl import read_rows
 from rollouts.models.load import load_hf_model
 from tests.e2e import test_pipeline as pipeline
-from tests.e2e.conftest import Train, read_tiny
+from tests.e2e.conftest import read_tiny
 from tests.e2e.kill_jobs import make_job
+from tests.support.compare_runs import read_stage
 from tests.support.kill_harness import Cut, open_kill_harness
 
 pytestmark = pytest.mark.slow
@@ -40,14 +41,14 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_keeps_its_reference(train, tm
     and another one in every later step.
     """
     with open_kill_harness(job, tmp_path / "work", server=train.server) as harness:
-        rows = [row for row in read_rows(harness.reference / "metrics.jsonl") if row["stage"] == "rl"]
+        rows = read_stage(harness.reference / "metrics.jsonl")
         outcome = harness.kill("killed", [Cut(point) for point in points.split()])
     assert outcome.violations == ()
     assert outcome.kills == len(points.split())
     first, *later = [abs(row["kl/ref_per_sample"]) for row in rows]
     assert first < 1e-4 and min(later) > 1e-3 and len(set(later)) == 4
-    checkpoint = harness.reference / "checkpoints" / "rl" / "step_5"
-    assert not list(checkpoint.rglob("model*")) and (checkpoint / "critic" / "adapter_config.json").is_file()
+    checkpoint = harness.reference / "checkpoints/rl/step_5"
+    assert not list(checkpoint.rglob("model*")) and (checkpoint / "critic/adapter_config.json").is_file()
 
 
 SCORES = shlex.split(f"{LORA} --rl.critic.model ''") + pipeline.SCORES
@@ -64,9 +65,9 @@ def test_every_stage_trains_adapters_and_goes_on_exactly(train, tmp_path, mode, 
     assert all(row["critic/optim/grad_norm"] > 0 and row["optim/grad_norm"] > 0 for row in rows)
     assert not list(whole.glob("checkpoints/*/*/model*"))
     for stage in ("preference", "reward_model"):
-        losses = [row["loss/total"] for row in read_rows(whole / "metrics.jsonl") if row["stage"] == stage]
+        losses = [row["loss/total"] for row in read_stage(whole / "metrics.jsonl", stage)]
         assert not losses or min(losses) < losses[0], stage
-    config = load_hf_model(whole / "checkpoints" / "reward_model" / "step_5", head="scalar").config
+    config = load_hf_model(whole / "checkpoints/reward_model/step_5", head="scalar").config
     if flags is SCORES:  # 7 and 3, as often
         assert (config.score_mean, config.score_std) == (5.0, 2.0)
     assert len({row["reward/part/reward_model/mean"] for row in rows}) == 4
@@ -85,7 +86,7 @@ def test_two_ranks_train_every_stage_as_one_does(train, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def trained(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(train, tmp_path_factory):
     """A run of sft and rl."""
     out = tmp_path_factory.mktemp("trained") / "run"
     train.run(out, *shlex.split(f"{LORA} {REWARD} --rl.kl_coef 0.05 --eval.policy_metrics true"))
@@ -108,7 +109,7 @@ def test_a_checkpoint_evaluates_as_its_run_did(trained, train, monkeypatch):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
 def test_the_last_checkpoint_loads_in_peft_and_gives_the_same_logits(trained):
     peft = pytest.importorskip("peft")
-    checkpoint, ids = trained / "checkpoints" / "rl" / "step_4", torch.arange(40)[None]
+    checkpoint, ids = trained / "checkpoints/rl/step_4", torch.arange(40)[None]
     base = json.loads((checkpoint / "base.json").read_text())["path"]
     model, plain = (AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval() for _ in range(2))
     with torch.no_grad():
@@ -122,8 +123,8 @@ def test_a_run_begins_with_the_adapter_of_another(trained, train, tmp_path):
         f"{LORA} {REWARD} --rl.kl_coef 0.05 --model.lora.init_from {trained}/checkpoints/sft/step_20"
     )
     train.run(tmp_path / "rl", *flags, mode="rl")
-    continued = [row for row in read_rows(trained / "metrics.jsonl") if row["stage"] == "rl"]
-    alone = read_rows(tmp_path / "rl" / "metrics.jsonl")
+    continued = read_stage(trained / "metrics.jsonl")
+    alone = read_rows(tmp_path / "rl/metrics.jsonl")
     for name in ("reward/mean", "loss/total", "optim/grad_norm", "entropy/mean", "kl/ref_per_sample"):
         assert [row[name] for row in alone] == [row[name] for row in continued], name
 

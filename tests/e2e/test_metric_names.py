@@ -1,7 +1,6 @@
 """Whole runs of every stage: no metric that the table of names lacks, and spans of all that was done."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,7 @@ LABELLED = (
 SHORT = "--rl.steps 2 --rl.eval_every 0 --eval.data.size 4"
 
 
-def logged_names(out: Path, config: Path, mode: str, *arguments: str) -> set[str]:
+def logged_names(out, config, mode, *arguments):
     assert (
         main(["--config", str(config), "--mode", mode, "--output.dir", str(out), *SHORT.split(), *arguments])
         == 0
@@ -41,7 +40,7 @@ def test_supervised_and_reinforced_with_everything_that_a_row_can_say(tmp_path):
     assert {"loss/nll", "kl/coef", "clip_ratio/dual", "weight_sync/bytes", "eval/heldout/self_bleu"} <= names
     assert {"perf/forward_backward_s", "perf/optim_step_s", "perf/trainer_queue/max"} <= names
     spans, samples, evaluations = (
-        read_rows(tmp_path / "run" / f"{name}.jsonl") for name in ("spans", "samples", "evaluations")
+        read_rows(tmp_path / f"run/{name}.jsonl") for name in ("spans", "samples", "evaluations")
     )
     work = {
         "trainer": "generate log_probs train weight_sync evaluate checkpoint",
@@ -61,7 +60,7 @@ def test_supervised_and_reinforced_with_everything_that_a_row_can_say(tmp_path):
         "what comes after the last step is in the file too"
     )
     assert main_of_commands(["export-trace", str(tmp_path / "run")]) == 0
-    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "run/trace.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == len(spans)
 
 
@@ -69,7 +68,7 @@ def test_supervised_and_reinforced_with_everything_that_a_row_can_say(tmp_path):
 def test_preferences_a_reward_model_and_a_critic(tmp_path):
     short = " ".join(f"--{stage}.steps 2 --{stage}.eval_every 1" for stage in ("preference", "reward_model"))
     names = logged_names(tmp_path / "run", PREFERENCES, "preference+reward_model+ppo", *short.split())
-    spans = read_rows(tmp_path / "run" / "spans.jsonl")
+    spans = read_rows(tmp_path / "run/spans.jsonl")
     assert {row["stage"] for row in spans if row["name"] == "train"} == {"preference", "reward_model", "rl"}
     expected = (
         "eval/pairs/ece eval/pairs/perplexity/chosen logps/chosen value/explained_variance critic/optim/lr"

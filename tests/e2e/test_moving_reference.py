@@ -26,7 +26,7 @@ reset(every=3)         | 0 0 0 1 1 1
 def test_a_reference_that_moves_goes_on_where_it_was(train, tmp_path, update, moved: list[float]):
     argv = ["--config", str(TINY), "--mode", "rl", *SETTINGS, "--reference.update", update]
     rows, *runs = train.run_whole_and_parts(argv, tmp_path, "rl:3")
-    assert [row["reference/updates"] for row in rows] == moved, "when the batch of each step was scored"
+    assert [row["reference/updates"] for row in rows] == moved  # when the batch of each step was scored
     for file in ("model.safetensors", "moving_reference.json"):
-        held = [(run / "checkpoints" / "rl" / "step_6" / "reference" / file).read_bytes() for run in runs]
+        held = [(run / "checkpoints/rl/step_6/reference" / file).read_bytes() for run in runs]
         assert held[0] == held[1], file

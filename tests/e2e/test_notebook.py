@@ -4,11 +4,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+from tests import ROOT
+
+DOCS = ROOT / "docs"
 NOTEBOOKS = DOCS / "notebooks"
 RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 # the hub's HTTP client loads trio where there is one, so its absence is what can be tested: None makes
@@ -16,7 +17,7 @@ RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 RUN_WITHOUT_TRIO = RUN.replace(";", "; sys.modules['trio'] = None;", 1)
 
 
-def run_script(script: Path, folder: Path, run: str = RUN) -> list[str]:
+def run_script(script, folder, run=RUN):
     """The lines that a script printed. Everything it may write to is below `folder`."""
     home = folder / "home"
     home.mkdir()

@@ -4,8 +4,6 @@ what a check says of it.
 
 import json
 import shlex
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -45,24 +43,24 @@ COMPARED = {
 }
 
 
-def make_scores(*, size: int, seed: int) -> list[dict[str, Any]]:
+def make_scores(*, size, seed):
     """A response of letters scores 7, one of digits 3."""
     return [{**row, "score": 3 + 4 * row["label"]} for row in make_labels(size=size, seed=seed)]
 
 
-def arguments(*more: str, mode: str = MODE) -> list[str]:
+def arguments(*more, mode=MODE):
     return ["--config", str(CONFIG), "--mode", mode, *SHORT, *more]
 
 
-def read_evaluations(out: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
+def read_evaluations(out):
     rows = list(read_rows(out / "evaluations.jsonl"))
     found = {(row["stage"], row["step"], row["name"]): row for row in rows}
-    assert len(found) == len(rows), "one row an evaluation"
+    assert len(found) == len(rows)  # one row an evaluation
     return found
 
 
 @pytest.fixture
-def whole(train) -> Path:
+def whole(train):
     """All three stages, undisturbed."""
     return train.whole(arguments(*EVERY_OTHER))
 
@@ -92,8 +90,8 @@ def test_every_stage_runs_to_its_end_with_its_metrics_and_files(whole):
     assert summary["mode"] == "preference+reward_model+rl" and summary["steps"] == sum(STEPS.values())
     assert set(summary["pair_accuracy"]) == {"preference", "reward_model"}
     assert all(isinstance(summary["accuracy"][stage], float) for stage in ("base", "preference", "rl"))
-    newest = find_newest_checkpoint(whole / "checkpoints" / "rl")
-    assert newest is not None and (newest / "critic" / "model.safetensors").is_file()
+    newest = find_newest_checkpoint(whole / "checkpoints/rl")
+    assert newest is not None and (newest / "critic/model.safetensors").is_file()
 
 
 def test_the_reward_model_is_one_of_transformers_and_gives_the_accuracy_that_was_logged(whole):
@@ -105,7 +103,7 @@ def test_the_reward_model_is_one_of_transformers_and_gives_the_accuracy_that_was
 
     from integration_training.tasks.letter_words import make_pairs
 
-    path = whole / "checkpoints" / "reward_model" / "step_5"
+    path = whole / "checkpoints/reward_model/step_5"
     model = AutoModelForSequenceClassification.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert model.config.num_labels == 1
@@ -136,7 +134,7 @@ step | …
 2    | at a checkpoint
 3    | between checkpoints
 """)
-@pytest.mark.parametrize("name", COMPARED)
+@cases("name", COMPARED)
 def test_a_stage_stopped_after_a_step_and_resumed_is_the_one_that_never_stopped(
     train, tmp_path, name, step: int
 ):
@@ -151,10 +149,10 @@ def test_a_stage_stopped_after_a_step_and_resumed_is_the_one_that_never_stopped(
 def test_a_reward_model_of_scores_says_how_they_were_normalised(train):
     """Of 60 rows 8 are held out, 52 train: half of them score 7, half 3."""
     out = train.whole(arguments(*EVERY_OTHER, *SCORES, mode="reward_model"))
-    config = json.loads((out / "checkpoints" / "reward_model" / "step_5" / "config.json").read_text())
+    config = json.loads((out / "checkpoints/reward_model/step_5/config.json").read_text())
     assert (config["score_mean"], config["score_std"]) == (5.0, 2.0)
     first, last = (read_evaluations(out)["reward_model", step, "pairs"] for step in (0, 5))
-    assert first["eval/pairs/mse"] == pytest.approx(1.0), "a new head says 0"
+    assert first["eval/pairs/mse"] == pytest.approx(1.0)  # a new head says 0
     assert last["eval/pairs/mse"] < 0.99 and last["eval/pairs/correlation"] > 0.5
 
 
@@ -199,6 +197,6 @@ def test_two_ranks_train_policy_reward_model_and_critic_as_one_does_and_one_goes
     assert rows[0]["value/mean"] == pytest.approx(mine[0]["value/mean"], abs=1e-3)
     assert [row["attempt"] for row in rows] == [1, 1, 2, 2]
     assert all("value/explained_variance" in row and row["critic/optim/grad_norm"] > 0 for row in rows)
-    saved = out / "checkpoints" / "rl" / "step_2"
-    for state in (saved / "state", saved / "critic" / "state"):
+    saved = out / "checkpoints/rl/step_2"
+    for state in (saved / "state", saved / "critic/state"):
         assert len(list(state.glob("optimizer-*-of-2.safetensors"))) == 2, sorted(state.iterdir())

@@ -7,8 +7,6 @@ import shlex
 import signal
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +15,6 @@ from torch.nn.utils import parameters_to_vector
 from transformers import AutoModelForCausalLM
 
 from rollouts.metrics.jsonl import newest_attempts, read_rows
-from tests.e2e.conftest import Train
 from tests.support.processes import is_alive, wait_until
 
 pytestmark = pytest.mark.slow
@@ -29,24 +26,24 @@ SETTINGS = shlex.split("--sft.optim.schedule constant --rl.steps 2 --rl.eval_eve
 LAST_STEPS = shlex.split("--sft.eval_every 0 --output.checkpoint_every 2 --sft.steps 6")
 
 
-def torchrun(train: Train, out: Path, *arguments: str, mode: str, restarts: int = 0) -> list[str]:
+def torchrun(train, out, *arguments, mode, restarts=0):
     """train.py on two ranks, as torchrun starts it."""
     flags = f"--standalone --nproc-per-node=2 --max-restarts={restarts}"
     return train.command(out, *SETTINGS, "--sft.steps", str(STEPS), *arguments, mode=mode, torchrun=flags)
 
 
-def whole(train: Train, *arguments: str, mode: str, ranks: int) -> Path:
+def whole(train, *arguments, mode, ranks):
     """The directory of the same on so many ranks, without a launcher."""
     argv = train.arguments(*SETTINGS, "--sft.steps", str(STEPS), *arguments, mode=mode)
     return train.whole(argv, ranks=ranks)
 
 
-def rows_of(out: Path, stage: str) -> list[dict[str, Any]]:
+def rows_of(out, stage):
     """The rows of the stage, one a step."""
     return [row for row in newest_attempts(read_rows(out / "metrics.jsonl")) if row["stage"] == stage]
 
 
-def assert_same_sft(one: Path, several: Path):
+def assert_same_sft(one, several):
     """Equal up to the order of sums."""
     expected, found = rows_of(one, "sft")[:STEPS], rows_of(several, "sft")[:STEPS]
     assert [row["step"] for row in found] == [row["step"] for row in expected] == [*range(1, STEPS + 1)]
@@ -69,7 +66,7 @@ def test_two_ranks_under_torchrun_are_the_run_of_one(train, tmp_path):
     left, right = (read_rows(out / "evaluations.jsonl") for out in (alone, tmp_path / "run"))
     assert [(row["stage"], row["step"]) for row in right] == [(row["stage"], row["step"]) for row in left]
     ours, theirs = (
-        AutoModelForCausalLM.from_pretrained(out / "checkpoints" / "sft" / f"step_{STEPS}")
+        AutoModelForCausalLM.from_pretrained(out / f"checkpoints/sft/step_{STEPS}")
         for out in (alone, tmp_path / "run")
     )
     one, other = (parameters_to_vector(model.parameters()) for model in (ours, theirs))
@@ -158,7 +155,7 @@ async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_agai
         assert [row[name] for row in rows] == [row[name] for row in expected], name
 
 
-async def wait_reached(listed: Path, count: int, alive: list[int]):
+async def wait_reached(listed, count, alive):
     """Until the ranks together have come so often to the all-gather of a loss. They run until then."""
     with trio.fail_after(PATIENCE_S):
         while not listed.exists() or listed.read_text().split().count(AGREEMENT) != count:

@@ -3,9 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import sys
 
 import numpy as np
 import pytest
@@ -14,8 +12,8 @@ from rollouts.cli import main
 from rollouts.metrics.jsonl import read_rows
 from rollouts.metrics.token_shards import list_shards, read_token_arrays
 from rollouts.run_dir import RunDir
-from tests.e2e.conftest import Train, read_tiny
-from tests.support.text_tables import read_cells
+from tests.e2e.conftest import read_tiny
+from tests.support.text_tables import cases, read_cells
 
 SETTINGS = (
     "--rl.steps 2 --rl.eval_every 0 --rl.optim.lr 1e-2 --output.checkpoint_every 0"
@@ -25,14 +23,12 @@ SETTINGS = (
 AGAIN = " --rl.updates_per_batch 2"
 
 
-def replay(root: Path, step: int | str, *more: str) -> int:
+def replay(root, step, *more):
     """The exit code of the command."""
     return main(["replay", str(root), "--step", str(step), *more])
 
 
-def train_rl(
-    train: Train, folder: Path, *settings: str, top: str = "", table: str = "", mode: str = "rl"
-) -> RunDir:
+def train_rl(train, folder, *settings, top="", table="", mode="rl"):
     """A run of two steps of tiny.toml with `top` in [rl] and `table` behind everything. Two in a row that a
     random model makes alike would prove little, so rewards and losses must not be all alike.
     """
@@ -42,19 +38,19 @@ def train_rl(
     return RunDir(folder / "run")
 
 
-def read_step(run_dir: RunDir, step: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read_step(run_dir, step):
     """Its row of metrics and its contributions."""
     [row] = [row for row in read_rows(run_dir.metrics) if row["step"] == step]
     return row, [row for row in read_rows(run_dir.contributions) if row["step"] == step]
 
 
-def copy_run(run_dir: RunDir, name: str) -> RunDir:
+def copy_run(run_dir, name):
     copied = RunDir(run_dir.root.with_name(name))
     shutil.copytree(run_dir.root, copied.root, ignore=shutil.ignore_patterns("checkpoints"))
     return copied
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]):
+def rewrite(path, change):
     """The rows of a file, each with what is changed of it."""
     path.write_text("".join(json.dumps(row | change(row)) + "\n" for row in read_rows(path)))
 
@@ -92,7 +88,7 @@ def test_a_grpo_step_is_recomputed_from_the_record_and_every_gap_in_it_is_named(
     check_gaps_are_named(run_dir, capsys)
 
 
-def check_lies_are_found(run_dir: RunDir, capsys: pytest.CaptureFixture[str]):
+def check_lies_are_found(run_dir, capsys):
     """Exit code 1 where the record says something else than its arrays."""
 
     def check(file, change):
@@ -112,7 +108,7 @@ def check_lies_are_found(run_dir: RunDir, capsys: pytest.CaptureFixture[str]):
     assert replay(other.root, 1) == 1
 
 
-def check_gaps_are_named(run_dir: RunDir, capsys: pytest.CaptureFixture[str]):
+def check_gaps_are_named(run_dir, capsys):
     """Exit code 2 and a sentence."""
 
     def check(run, words, message):
@@ -135,6 +131,19 @@ def check_gaps_are_named(run_dir: RunDir, capsys: pytest.CaptureFixture[str]):
     table = "[rl.loss_params]\n"
     entropy.config.write_text(entropy.config.read_text().replace(table, table + "entropy_coef = 0.1\n"))
     check(entropy, "1", "entropy")
+    cut = copy_run(run_dir, "cut")
+    cut.contributions.write_bytes(cut.contributions.read_bytes().replace(b"}\n", b"\n", 1))
+    check(cut, "1", ", of step 1, is damaged")
+    bare = copy_run(run_dir, "bare")
+    rewrite(bare.contributions, lambda row: {"tokens": None})
+    check(bare, "1", "tokens of rl step 1 is None, which is no number")
+    text = copy_run(run_dir, "text")
+    rewrite(text.contributions, lambda row: {"loss": "much"})
+    check(text, "1", "loss of rl step 1 is 'much', which is no number")
+    own = copy_run(run_dir, "own")
+    own.config.write_text(own.config.read_text().replace('loss = "ppo_clip"', 'loss = "out_of_the_run:loss"'))
+    check(own, "1", "nothing is imported because a record says so; where you trust it, add --loss")
+    assert "out_of_the_run" not in sys.modules
 
 
 KL = f"--rl.kl_coef 0.1 {AGAIN}"
@@ -159,7 +168,7 @@ CHANGES = (  # of the last case, a line of [rl]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@cases("case", CASES)
 def test_every_update_of_every_kind_of_run_replays(train, tmp_path, case, capsys):
     lines = CHANGES if case == "changes" else ""
     run_dir = train_rl(train, tmp_path, *CASES[case].split(), top=f'advantage = "grpo"\n{lines}\n')
@@ -170,7 +179,7 @@ def test_every_update_of_every_kind_of_run_replays(train, tmp_path, case, capsys
         assert replay(run_dir.root, step) == 0, capsys.readouterr()
         out = capsys.readouterr().out
         losses += re.findall(r"^rl step.*, loss (\w+)", out, re.MULTILINE)
-        assert out.count(" same") >= len(updates[step]) + 1, "each update, and the merged loss"
+        assert out.count(" same") >= len(updates[step]) + 1  # each update, and the merged loss
         assert replay(run_dir.root, step, "--update", "0") == 0
         capsys.readouterr()
         shares = sum(row["share"] for row in read_step(run_dir, step)[1])
@@ -180,7 +189,7 @@ def test_every_update_of_every_kind_of_run_replays(train, tmp_path, case, capsys
         weights = {row["weight"] for row in read_rows(run_dir.contributions)}
         assert any(0 < weight != 1 for weight in weights), weights
     if case == "kl_stop":
-        assert min(map(len, updates.values())) < 6, "kl_stop left updates out"
+        assert min(map(len, updates.values())) < 6  # kl_stop left updates out
     if case == "changes":
         assert losses == ["ppo_clip", "cispo", "reinforce"]
 
@@ -192,7 +201,6 @@ def test_the_policys_updates_of_ppo_replay_and_the_critics_have_lines(train, tmp
     run_dir = train_rl(train, tmp_path, *settings, top=top, table=table, mode="ppo")
     for step in (1, 2):
         assert replay(run_dir.root, step) == 0
-    row = read_step(run_dir, 1)[1][0]
-    assert {"value", "return"} <= set(read_token_arrays(run_dir, row))
+    assert {"value", "return"} <= set(read_token_arrays(run_dir, read_step(run_dir, 1)[1][0]))
     stages = [line.split()[3] for line in run_dir.updates_log.read_text().splitlines()]
     assert stages == ["rl.critic", "rl.critic", "rl", "rl"] * 2

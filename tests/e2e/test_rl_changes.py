@@ -6,8 +6,6 @@ import shlex
 
 import pytest
 
-from rollouts.advantages import AdvantageInputs
-from rollouts.types import Sample
 from tests.e2e.conftest import read_tiny
 from tests.support.text_tables import cases
 
@@ -29,12 +27,12 @@ SETTINGS = shlex.split("""
 """)
 
 
-def score_letters(sample: Sample) -> float:
+def score_letters(sample):
     """A reward that a random model has some of."""
     return float(sum(letter.isascii() for letter in sample.response))
 
 
-def halve(inputs: AdvantageInputs):
+def halve(inputs):
     """An advantage of the user's own."""
     return (inputs.rewards - inputs.rewards.mean()) / 2
 
@@ -48,5 +46,5 @@ def test_a_run_stopped_beside_a_change_and_resumed_is_the_run_that_never_stopped
     argv = ["--config", str(config), "--mode", "rl", *SETTINGS]
     rows, *_ = train.run_whole_and_parts(argv, tmp_path, f"rl:{stop_after}")
     assert [row["algorithm/change"] for row in rows] == [0, 0, 0, 1, 1, 1]
-    assert len({row["kl/coef"] for row in rows}) > 2, "the controller moved it"
+    assert len({row["kl/coef"] for row in rows}) > 2  # the controller moved it
     assert {row["optim/updates"] for row in rows} == {4}

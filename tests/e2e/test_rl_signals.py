@@ -1,14 +1,11 @@
 """What RL learns from beside a reward's advantages: a teacher, pairs. Each run learns and resumes exactly."""
 
 import shlex
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from rollouts.metrics.names import find_metric
-from rollouts.types import Sample
-from tests.e2e.conftest import TINY, Train
+from tests.e2e.conftest import TINY
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +24,7 @@ TOLD = shlex.split("""
 """)
 
 
-def run_twice(train: Train, tmp_path: Path, *flags: str) -> list[dict[str, float]]:
+def run_twice(train, tmp_path, *flags):
     """The rows of a run, which one that was stopped and resumed repeats to the bit."""
     argv = ["--config", str(TINY), "--mode", "rl", *COMMON, *flags]
     rows, *_ = train.run_whole_and_parts(argv, tmp_path, "rl:9")
@@ -35,22 +32,22 @@ def run_twice(train: Train, tmp_path: Path, *flags: str) -> list[dict[str, float
     return rows
 
 
-def mean(rows: list[dict[str, float]], name: str) -> float:
+def mean(rows, name):
     return sum(row[name] for row in rows) / len(rows)
 
 
 def test_pairs_of_ones_own_samples_raise_the_reward(train, tmp_path):
     rows = run_twice(train, tmp_path, *PAIRS)
     assert mean(rows[-4:], "reward/mean") > mean(rows[:4], "reward/mean") + 0.5
-    assert rows[0]["loss/total"] == pytest.approx(0.693, abs=0.03), "near ln 2, of what is its reference"
+    assert rows[0]["loss/total"] == pytest.approx(0.693, abs=0.03)  # near ln 2, of what is its reference
 
 
 @pytest.fixture(scope="module")
-def taught(train, tmp_path_factory) -> str:
+def taught(train, tmp_path_factory):
     """The tiny model, which has learned to answer with numbers."""
     out = tmp_path_factory.mktemp("taught") / "run"
     train.run(out, "--sft.steps", "40", "--eval.data.size", "1", mode="sft")
-    return str(out / "checkpoints" / "sft" / "step_40")
+    return str(out / "checkpoints/sft/step_40")
 
 
 def test_a_student_without_a_reward_comes_to_its_teacher(train, tmp_path, taught):
@@ -59,7 +56,7 @@ def test_a_student_without_a_reward_comes_to_its_teacher(train, tmp_path, taught
     assert not {name for row in rows for name in row if name.startswith(("reward/", "groups/reward_std"))}
 
 
-def repeat(samples: Sequence[Sample]) -> list[str | None]:
+def repeat(samples):
     """Nothing for the first sample of a group."""
     return [None, *["Calculate 1 + 1. " * 4] * (len(samples) - 1)]
 
@@ -67,5 +64,5 @@ def repeat(samples: Sequence[Sample]) -> list[str | None]:
 def test_a_policy_learns_what_its_own_average_says_with_more_in_the_prompt(train, tmp_path, taught):
     rows = run_twice(train, tmp_path, *ALONE, "reference", *TOLD, "--model.name", taught)
     assert 0.05 < mean(rows[:2], "kl/teacher") > 3 * mean(rows[-8:], "kl/teacher")
-    assert all(row["advantage/skipped_rows"] >= 8 for row in rows), "one of each group"
+    assert all(row["advantage/skipped_rows"] >= 8 for row in rows)  # one of each group
     assert [row["reference/updates"] for row in rows] == list(range(20))

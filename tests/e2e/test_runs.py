@@ -4,11 +4,10 @@ killed.
 
 import json
 import os
+import shutil
 import signal
-import subprocess
 import weakref
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 import trio
@@ -17,13 +16,13 @@ import integration_training.stages
 import integration_training.train
 from rollouts.metrics.jsonl import read_rows
 from tests.e2e.conftest import SHORT, STEPS, TINY
-from tests.support.compare_runs import assert_same_run, weights_digest
+from tests.support.compare_runs import assert_same_run, read_stage, weights_digest
 from tests.support.text_tables import cases
 
 PATIENCE_S = 120.0
 
 
-async def wait_for_row(path: Path, stage: str, step: int, process: subprocess.Popen[str]):
+async def wait_for_row(path, stage, step, process):
     """Until the file has the row. The file is another process's: there is no event to wait for."""
     with trio.fail_after(PATIENCE_S):
         while not (
@@ -63,7 +62,7 @@ async def test_ctrl_c_once_finishes_the_step_and_saves(train, finished_run, tmp_
     assert process.returncode == 0 and "--resume" in stdout and "Traceback" not in stderr, stderr
     assert not (out / "summary.json").exists()
     last = read_rows(out / "metrics.jsonl")[-1]["step"]
-    assert (out / "checkpoints" / "rl" / f"step_{last}" / "manifest.json").exists()
+    assert (out / f"checkpoints/rl/step_{last}/manifest.json").exists()
     train.run(out, "--resume")
     stopped, whole = (weights_digest(run / "checkpoints/rl/step_4") for run in (out, finished_run))
     assert stopped == whole
@@ -90,8 +89,20 @@ def test_resume_without_a_run_starts_one_and_a_finished_run_stays_finished(
     for _ in range(2):
         train.run(tmp_path / "run", "--resume", *flags.split(), mode="sft")
         # 0.2 epochs of 330 rows, 32 a step, are 2.06 steps
-        assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == steps
-        assert f"steps = {steps}\nepochs = 0.0\n" in (tmp_path / "run" / "config.toml").read_text()
+        assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == steps
+        assert f"steps = {steps}\nepochs = 0.0\n" in (tmp_path / "run/config.toml").read_text()
+
+
+def test_more_steps_of_a_stage_that_a_later_one_was_built_on_are_refused(train, finished_run, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(finished_run, out)
+    for mode in ("sft+rl", "sft"):
+        done = train.run(out, "--resume", "--sft.steps", "30", mode=mode, code=2)
+        said = "sft.steps=30, but 'rl' has begun from step 20, without the others; set sft.steps=20"
+        assert said in done.stderr
+    assert not (out / "checkpoints/sft/step_30").exists()
+    done = train.run(out, "--resume", mode="rl", code=2)
+    assert "from which 'rl' would not begin; go on with --mode sft+rl" in done.stderr
 
 
 def test_torchrun_runs_the_same_program_to_the_same_bits(train, finished_run, tmp_path):
@@ -100,10 +111,10 @@ def test_torchrun_runs_the_same_program_to_the_same_bits(train, finished_run, tm
 
 
 def test_rl_starts_with_the_weights_of_the_sft_checkpoint(train, finished_run, tmp_path):
-    checkpoint = finished_run / "checkpoints" / "sft" / "step_20"
+    checkpoint = finished_run / "checkpoints/sft/step_20"
     train.run(tmp_path / "rl", "--model.name", str(checkpoint), mode="rl")
-    continued = [row for row in read_rows(finished_run / "metrics.jsonl") if row["stage"] == "rl"]
-    alone = read_rows(tmp_path / "rl" / "metrics.jsonl")
+    continued = read_stage(finished_run / "metrics.jsonl")
+    alone = read_rows(tmp_path / "rl/metrics.jsonl")
     for name in ("reward/mean", "loss/total", "optim/grad_norm", "entropy/mean", "mismatch_kl/mean"):
         assert alone[0][name] == continued[0][name], name
 

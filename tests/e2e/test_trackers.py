@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from rollouts.metrics.jsonl import read_rows
 from rollouts.run_dir import RunDir
+from tests.support.compare_runs import read_stage
 from tests.support.processes import find_processes
 from tests.support.tracker_runs import read_events
 
@@ -37,13 +37,13 @@ def test_trackers_of_a_run_have_its_rows_and_one_that_hangs_is_told_and_ended(tr
         assert find_processes(str(out)) == []
     run_dir = RunDir(out)
     for stage in ("sft", "rl"):
-        rows = [row for row in read_rows(run_dir.metrics) if row["stage"] == stage]
+        rows = read_stage(run_dir.metrics, stage)
         shown = read_events(out, stage)
         expected = [(row["step"], pytest.approx(row["loss/total"])) for row in rows]
         assert shown["loss/total"] == expected
     assert [step for step, _ in read_events(out, "base")["eval/heldout/avg@1"]] == [0]
     files = [path for path in out.rglob("*") if path.is_file()]
-    assert (out / "trackers" / "otlp.log") in files
-    assert (out / "trackers" / "tensorboard.json") in files
+    assert (out / "trackers/otlp.log") in files
+    assert (out / "trackers/tensorboard.json") in files
     assert [path for path in files if b"planted-" in path.read_bytes()] == []
     assert "planted-" not in done.stdout + done.stderr

@@ -8,16 +8,16 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "walkthrough.md"
+from tests import ROOT
+
+PAGE = ROOT / "docs/walkthrough.md"
 BLOCK = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def run_command(line: str, directory: Path, cache: Path) -> subprocess.CompletedProcess[str]:
+def run_command(line, directory, cache):
     words = shlex.split(line)
     assert words[0] == "python", line
     environment = {**os.environ, "ROLLOUTS_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
@@ -45,15 +45,15 @@ def test_the_walkthrough_trains_a_task(tmp_path):
             done = run_command(line.removeprefix("$ "), directory, cache)
             assert done.returncode == (2 if name == "fails" else 0), f"{line}\n{done.stdout}\n{done.stderr}"
             outputs.append(done.stdout + done.stderr)
-    assert len(outputs) == 7, "the page has other commands than this test knows"
+    assert len(outputs) == 7  # else the page has other commands than this test knows
     refused, checked, trained, inspected, samples, _, resumed = outputs
     assert "samples_per_prompt" in refused
     assert "nothing stands in the way" in checked
     assert "held-out accuracy, after RL" in trained
     assert "last-letter" in inspected and "completed" in samples and "after RL" in resumed
     before_rl, after_rl = (
-        json.loads((directory / "runs" / "last-letter" / "summary.json").read_text())["accuracy"][name]
+        json.loads((directory / "runs/last-letter/summary.json").read_text())["accuracy"][name]
         for name in ("sft", "rl")
     )
     assert after_rl > before_rl + 0.1, (before_rl, after_rl)
-    assert json.loads((directory / "runs" / "filtered" / "summary.json").read_text())["steps"] == 70
+    assert json.loads((directory / "runs/filtered/summary.json").read_text())["steps"] == 70

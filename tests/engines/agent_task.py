@@ -49,8 +49,7 @@ async def multiply(a: int, b: int) -> int:
 
 def count_turns(sample: Sample) -> float:
     """A reward: how many turns the model had."""
-    messages = sample.metadata["messages"]
-    return float(sum(message["role"] == "assistant" for message in messages))
+    return float(sum(message["role"] == "assistant" for message in sample.metadata["messages"]))
 
 
 def make_rows(*, size: int, seed: int) -> list[Row]:

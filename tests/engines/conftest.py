@@ -10,8 +10,6 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,7 +25,6 @@ from rollouts.engines.processes import (
     make_arguments,
     make_environment,
 )
-from rollouts.engines.server import ServerEngine
 from rollouts.engines.sglang import open_sglang_engine
 from rollouts.engines.vllm import open_vllm_engine
 from rollouts.models.load import resolve_model
@@ -56,16 +53,16 @@ class RunningServer:
     pid: int  # of its process group too
 
 
-def open_engine(server: RunningServer, **changes) -> AbstractAsyncContextManager[ServerEngine]:
+def open_engine(server, **changes):
     opened = open_vllm_engine if server.kind == "vllm" else open_sglang_engine
     return opened(server.url, **({"api_key": server.api_key, "vocab_size": VOCAB_SIZE} | changes))
 
 
-def find_python(kind: Kind) -> Path:
+def find_python(kind):
     """The Python of an environment that has such a server; the test is skipped where there is none."""
     variable = f"ROLLOUTS_{kind.upper()}_PYTHON"
     named = os.environ.get(variable)
-    path = Path(named or ROOT / f".venv-{kind}" / "bin" / "python")
+    path = Path(named or ROOT / f".venv-{kind}/bin/python")
     if not path.exists():
         fail_or_skip = pytest.fail if named else pytest.skip
         fail_or_skip(f"no {kind}: {path} does not exist; {variable} names a Python that has it")
@@ -73,7 +70,7 @@ def find_python(kind: Kind) -> Path:
 
 
 @pytest.fixture(scope="session")
-def snapshots(tmp_path_factory) -> Snapshots:
+def snapshots(tmp_path_factory):
     """Two models of one shape and different weights, with a tokenizer: the first is what servers are started
     with. The weights are large enough for log-probs that tell one token from another.
     """
@@ -83,7 +80,7 @@ def snapshots(tmp_path_factory) -> Snapshots:
     return first, second
 
 
-def save_random_model(path: Path, *, seed: int, std: float):
+def save_random_model(path, *, seed, std):
     """A Llama over bytes whose weights have this deviation. Heads of 32, below which the servers' CPU kernels
     do not go.
     """
@@ -110,9 +107,7 @@ def save_random_model(path: Path, *, seed: int, std: float):
 
 
 @contextlib.contextmanager
-def run_server(
-    kind: Kind, model: Path, folder: Path, *flags: str, lora=None, **environment: str
-) -> Iterator[RunningServer]:
+def run_server(kind, model, folder, *flags, lora=None, **environment):
     """A server on a CPU, in a process group that is killed in the end. Its log and key are in `folder`."""
     port, api_key = find_free_port(), secrets.token_hex(16)
     keys, log = folder / "keys.yaml", folder / "server.log"
@@ -139,7 +134,7 @@ def run_server(
         process.wait()
 
 
-def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path):
+def _wait_ready(process, url, log):
     deadline = time.monotonic() + START_S
     while True:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as reply:
@@ -154,17 +149,17 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path):
 
 
 @pytest.fixture(scope="session")
-def vllm_server(snapshots, tmp_path_factory) -> Iterator[RunningServer]:
+def vllm_server(snapshots, tmp_path_factory):
     with run_server("vllm", snapshots[0], tmp_path_factory.mktemp("vllm")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def sglang_server(snapshots, tmp_path_factory) -> Iterator[RunningServer]:
+def sglang_server(snapshots, tmp_path_factory):
     with run_server("sglang", snapshots[0], tmp_path_factory.mktemp("sglang")) as server:
         yield server
 
 
 @pytest.fixture(params=["vllm", "sglang"])
-def server(request) -> RunningServer:
+def server(request):
     return request.getfixturevalue(f"{request.param}_server")

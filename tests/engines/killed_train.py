@@ -9,18 +9,17 @@ from pathlib import Path
 
 from rollouts.engines.processes import EngineProcess
 from rollouts.engines.server import ServerEngine
-from rollouts.types import Completion, GenerateRequest
 
 STARTED: list[EngineProcess] = []
 restart, generate = EngineProcess.restart, ServerEngine.generate
 
 
-async def restart_and_tell(self: EngineProcess):
+async def restart_and_tell(self):
     await restart(self)
     STARTED.append(self)
 
 
-async def generate_and_kill(self: ServerEngine, request: GenerateRequest) -> Completion:
+async def generate_and_kill(self, request):
     answer = await generate(self, request)
     if request.score_prompt or answer.weight_versions[-1:].tolist() != [2] or len(STARTED) > 2:
         return answer
@@ -33,5 +32,5 @@ async def generate_and_kill(self: ServerEngine, request: GenerateRequest) -> Com
 EngineProcess.restart = restart_and_tell
 ServerEngine.generate = generate_and_kill
 runpy.run_path(
-    str(Path(__file__).resolve().parents[2] / "integration_training" / "train.py"), run_name="__main__"
+    str(Path(__file__).resolve().parents[2] / "integration_training/train.py"), run_name="__main__"
 )

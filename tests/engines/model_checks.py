@@ -1,17 +1,12 @@
 """What a model itself computes, and bringing a server to its weights."""
 
-from pathlib import Path
-
-import numpy as np
 import torch
 import transformers
 
-from rollouts.protocols import InferenceEngine
-from rollouts.types import Completion, GenerateRequest
 from tests.support.plain_backend import score_completion
 
 
-def score(path: Path, request: GenerateRequest, completion: Completion) -> np.ndarray:
+def score(path, request, completion):
     """The log-probs that the model in `path` gives to the tokens, by a plain forward pass at the request's
     temperature.
     """
@@ -19,7 +14,7 @@ def score(path: Path, request: GenerateRequest, completion: Completion) -> np.nd
     return score_completion(model, request, completion)
 
 
-async def load(engine: InferenceEngine, path: Path) -> int:
+async def load(engine, path):
     """The version that `path` has on the engine now."""
     version = await engine.weight_version() + 1
     await engine.pause("wait")

@@ -11,22 +11,20 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Iterable
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the tests, also in worker processes
 
 import rollouts.engines.fleet  # noqa: E402
 import rollouts.generation.collector  # noqa: E402
-from rollouts.engines.fleet_members import Call, FleetMember, choose_member  # noqa: E402
+from rollouts.engines.fleet_members import choose_member  # noqa: E402
 from rollouts.engines.server import ServerEngine  # noqa: E402
 from rollouts.engines.wire import Server  # noqa: E402
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager  # noqa: E402
-from rollouts.generation.group import Group, start_group  # noqa: E402
-from rollouts.types import Completion, GenerateRequest  # noqa: E402
+from rollouts.generation.group import start_group  # noqa: E402
+from rollouts.types import GenerateRequest  # noqa: E402
 from tests.engines.agent_task import GROUP, UPDATES  # noqa: E402
 
 PATHS = ("/inference/v1/generate", "/generate")
@@ -37,12 +35,12 @@ call, generate = Server.call, ServerEngine.generate
 load, engines_updated = ServerEngine.update_weights_from_checkpoint, AsyncRolloutManager.engines_updated
 
 
-def record(event: str, server: str, request: GenerateRequest | None = None, **values):
+def record(event, server, request=None, **values):
     who = {} if request is None else {"request": request.request_id, "trajectory": request.trajectory}
     LINES.write(json.dumps({"event": event, "server": server, **who, **values}) + "\n")
 
 
-def choose_and_record(members: Iterable[FleetMember], asked: Call, last: str | None) -> FleetMember | None:
+def choose_and_record(members, asked, last):
     known = list(members)
     chosen = choose_member(known, asked, last)
     if chosen is not None:
@@ -51,7 +49,7 @@ def choose_and_record(members: Iterable[FleetMember], asked: Call, last: str | N
     return chosen
 
 
-async def generate_for_trajectory(self: ServerEngine, request: GenerateRequest) -> Completion:
+async def generate_for_trajectory(self, request):
     """What is called from here on, and the tools that the trajectory calls afterwards, know whose it is."""
     REQUEST.set(request)
     if request.affinity:
@@ -59,7 +57,7 @@ async def generate_for_trajectory(self: ServerEngine, request: GenerateRequest) 
     return await generate(self, request)
 
 
-async def call_and_record(self: Server, method: str, path: str, body=None, **options) -> bytes:
+async def call_and_record(self, method, path, body=None, **options):
     request = REQUEST.get()
     if path not in PATHS or request is None:
         return await call(self, method, path, body, **options)
@@ -70,7 +68,7 @@ async def call_and_record(self: Server, method: str, path: str, body=None, **opt
     return answer
 
 
-def read_answer(answer) -> dict[str, Any]:
+def read_answer(answer):
     if "choices" in answer:  # vLLM's
         (choice,) = answer["choices"]
         tokens, spans = choice["token_ids"], choice["weight_versions"]
@@ -82,18 +80,18 @@ def read_answer(answer) -> dict[str, Any]:
     return {"tokens": tokens, "log_probs": log_probs, "versions": versions}
 
 
-async def load_and_record(self: ServerEngine, path: Path, version: int):
+async def load_and_record(self, path, version):
     loaded = await load(self, path, version)
     record("loaded", self.features.name, version=version)
     return loaded
 
 
-def start_and_tell(index: int, *rest) -> Group:
+def start_and_tell(index, *rest):
     UPDATES.launched[index] = UPDATES.version
     return start_group(index, *rest)
 
 
-def update_and_tell(self: AsyncRolloutManager, version: int):
+def update_and_tell(self, version):
     engines_updated(self, version)
     UPDATES.publish(version)
 
@@ -104,4 +102,4 @@ ServerEngine.generate = generate_for_trajectory
 ServerEngine.update_weights_from_checkpoint = load_and_record
 Server.call = call_and_record
 AsyncRolloutManager.engines_updated = update_and_tell
-runpy.run_path(str(ROOT / "integration_training" / "train.py"), run_name="__main__")
+runpy.run_path(str(ROOT / "integration_training/train.py"), run_name="__main__")

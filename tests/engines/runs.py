@@ -5,9 +5,6 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from tests.support.processes import find_processes
 
@@ -20,7 +17,7 @@ SHORT = (
     f"--model.threads 1 --rl.steps {STEPS} --rl.sync_every {SYNC_EVERY} --rl.rollout.num_prompts 4"
     " --rl.rollout.samples_per_prompt 8 --rl.optim.lr 1e-3 --eval.data.size 16 --rl.data.size 64"
 )
-TRAIN = ROOT / "integration_training" / "train.py"
+TRAIN = ROOT / "integration_training/train.py"
 REWARD = """
 def share_of_even_bytes(sample):
     tokens = [int(token) for token, trained in zip(sample.tokens, sample.loss_mask, strict=True) if trained]
@@ -28,31 +25,29 @@ def share_of_even_bytes(sample):
 """
 
 
-def make_command(folder: Path, config: str, flags: str, *, program: Path = TRAIN) -> list[str]:
+def make_command(folder, config, flags, *, program=TRAIN):
     """train.py with a config of integration_training/configs, writing into folder/run.
 
     It and its servers give way to the tests beside them, which have to reach a server in the middle of its
     work.
     """
-    path = str(ROOT / "integration_training" / "configs" / config)
+    path = str(ROOT / "integration_training/configs" / config)
     command = ["nice", "-n", "10", sys.executable, str(program), "--config", path, "--mode", "rl"]
     return [*command, *flags.split(), "--output.dir", str(folder / "run")]
 
 
-def use_short(folder: Path, model: object) -> str:
+def use_short(folder, model):
     """Settings of a short run of this model, with a reward that random models earn."""
     (folder / "reward.py").write_text(REWARD)
     return f"{SHORT} --rl.rollout.reward {folder}/reward.py:share_of_even_bytes --model.name {model}"
 
 
-def make_environment(folder: Path, mark: str, environment: dict[str, str]) -> dict[str, str]:
+def make_environment(folder, mark, environment):
     settings = {"OMP_NUM_THREADS": "1", "RUN_MARK": mark, "ROLLOUTS_CACHE": str(folder / "cache")}
     return os.environ | settings | environment
 
 
-def train(
-    folder: Path, config: str, flags: str, *, exit_code: int = 0, program: Path = TRAIN, **environment: str
-) -> str:
+def train(folder, config, flags, *, exit_code=0, program=TRAIN, **environment):
     """What a run that ended with `exit_code` wrote to stderr. Nothing that it started runs any more."""
     mark = uuid.uuid4().hex
     result = subprocess.run(
@@ -69,13 +64,13 @@ def train(
     return result.stderr
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path):
     """The whole lines of a file of JSON rows that may be written to; none if it is not there yet."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def assert_proven(run: Path, *, steps: Sequence[int] = range(1, STEPS + 1)):
+def assert_proven(run, *, steps=range(1, STEPS + 1)):
     """Every step was trained on samples as old as the server's weights, which every second one brought to the
     trainer's, proven by the probe.
     """

@@ -12,7 +12,7 @@ post = Server.control
 ADAPTERS: list[str] = []
 
 
-async def control(self: Server, path: str, body=None, *rest, **named):
+async def control(self, path, body=None, *rest, **named):
     if path == "/collective_rpc":
         return None
     if path == "/v1/load_lora_adapter":
@@ -24,5 +24,5 @@ async def control(self: Server, path: str, body=None, *rest, **named):
 Server.control = control
 rollouts.engines.processes.DOWN_LIMIT_S = 5.0  # before who imports its value
 runpy.run_path(
-    str(Path(__file__).resolve().parents[2] / "integration_training" / "train.py"), run_name="__main__"
+    str(Path(__file__).resolve().parents[2] / "integration_training/train.py"), run_name="__main__"
 )

@@ -10,6 +10,7 @@ import torch
 from rollouts.metrics.token_shards import read_token_arrays
 from rollouts.models.load import load_hf_model
 from rollouts.run_dir import RunDir
+from tests.support.compare_runs import read_stage
 from tests.support.plain_backend import score_row
 
 from .conftest import Kind, find_python, save_random_model
@@ -31,10 +32,10 @@ CASES: dict[str, tuple[Kind, str]] = {
 }
 
 
-def run(folder: Path, kind: Kind, more: str, **options) -> tuple[RunDir, str]:
+def run(folder, kind, more, **options):
     """The run of a model whose answers are of many lengths, and what it wrote to stderr."""
     save_random_model(folder / "model", seed=1, std=0.2)
-    generation = folder / "model" / "generation_config.json"
+    generation = folder / "model/generation_config.json"
     ends = {"eos_token_id": [*range(0, 96, 8), 258]}
     generation.write_text(json.dumps(json.loads(generation.read_text()) | ends))
     flags = f"{use_short(folder, folder / 'model')} --engine.python {find_python(kind)} {FLAGS} {more}"
@@ -50,7 +51,7 @@ def test_each_token_is_of_the_adapter_whose_version_it_bears(case, tmp_path):
     """
     program = Path(__file__).with_name("killed_train.py") if case == "killed" else TRAIN
     run_dir, errors = run(tmp_path, *CASES[case], program=program)
-    rows = [row for row in read_rows(run_dir.metrics) if row["stage"] == "rl"]
+    rows = read_stage(run_dir.metrics)
     assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
     told = [row for row in rows if "weight_sync/bytes" in row]
     assert len(told) >= STEPS - 2 and max(row["weight_sync/probe_difference/max"] for row in told) < 1e-4
@@ -86,4 +87,4 @@ def test_a_server_that_says_200_and_keeps_the_adapter_before_stops_the_run(tmp_p
     )
     assert "WeightSyncError" in errors and "does not serve the weights that were sent" in errors
     assert "vllm-0: probe" in errors
-    assert {row["weight_version_max"] for row in read_rows(run_dir.samples) if row["stage"] == "rl"} == {0}
+    assert {row["weight_version_max"] for row in read_stage(run_dir.samples)} == {0}

@@ -1,9 +1,7 @@
 """LoRA adapters as the weights of a version, on real servers of both kinds: one for each serves all tests."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +9,13 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from rollouts.engines.server import ServerEngine
 from rollouts.errors import EngineError, RequestRefused
 from rollouts.models.load import load_tokenizer
 from rollouts.testing.engine_contracts import LONG, asked, at_work, make_request
-from rollouts.types import Completion, GenerateRequest, SamplingParams
+from rollouts.types import GenerateRequest, SamplingParams
 from tests.support.plain_backend import score_completion, score_row
 
-from .conftest import RunningServer, open_engine, run_server
+from .conftest import open_engine, run_server
 
 pytestmark = pytest.mark.engines
 RANK = 4
@@ -27,16 +24,15 @@ Model = transformers.LlamaForCausalLM
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
-def server(request, snapshots, tmp_path_factory) -> Iterator[RunningServer]:
+def server(request, snapshots, tmp_path_factory):
     kind = request.param
     folder = tmp_path_factory.mktemp(f"{kind}-lora")
     at_once = ("--max-loras", "3") if kind == "vllm" else ()
-    options = {"lora": (RANK, MODULES)}
-    with run_server(kind, snapshots[0], folder, *at_once, **options) as running:
+    with run_server(kind, snapshots[0], folder, *at_once, lora=(RANK, MODULES)) as running:
         yield running
 
 
-def make_adapter(base: Path, path: Path, *, seed: int, rank: int = RANK) -> Model:
+def make_adapter(base, path, *, seed, rank=RANK):
     """Writes an adapter of random A and B into `path`; the model that it makes of `base`, in float32."""
     draw = torch.Generator().manual_seed(seed)
     model = Model.from_pretrained(base, dtype=torch.float32)
@@ -62,7 +58,7 @@ def make_adapter(base: Path, path: Path, *, seed: int, rank: int = RANK) -> Mode
     return model
 
 
-async def bring(engine: ServerEngine, path: Path, version: int):
+async def bring(engine, path, version):
     await engine.pause("keep")
     try:
         await engine.update_weights_from_checkpoint(path, version)
@@ -70,7 +66,7 @@ async def bring(engine: ServerEngine, path: Path, version: int):
         await engine.resume()
 
 
-async def assert_serves(engine: ServerEngine, model: Model, version: int) -> Completion:
+async def assert_serves(engine, model, version):
     """Its version, and log-probs of a prompt and an answer, are those of the model."""
     prompt = np.arange(5, 250, 15)
     request = GenerateRequest(
@@ -124,7 +120,7 @@ async def test_an_adapter_that_cannot_be_served_is_refused_in_the_servers_words_
     model = make_adapter(snapshots[0], tmp_path / "fits", seed=1)
     make_adapter(snapshots[0], tmp_path / "large", seed=1, rank=64)
     make_adapter(snapshots[0], tmp_path / "cut", seed=2)
-    weights = tmp_path / "cut" / "adapter_model.safetensors"
+    weights = tmp_path / "cut/adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     async with open_engine(server) as engine:
         await bring(engine, snapshots[0], 20)
@@ -139,7 +135,7 @@ async def test_an_adapter_that_cannot_be_served_is_refused_in_the_servers_words_
 # --- by name, and what else a request may ask for -----------------------------------------------------------
 
 
-def check_answer(model: Model, request: GenerateRequest, answer: Completion):
+def check_answer(model, request, answer):
     """Its log-probs, those of its prompt, and the likeliest at each place are the model's."""
     with torch.no_grad():
         ids = torch.from_numpy(np.concatenate([request.prompt_ids, answer.token_ids]))

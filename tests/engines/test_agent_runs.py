@@ -9,7 +9,6 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import pytest
 from rollouts.checkpoints.load import load_trainer_state
 from rollouts.metrics.token_shards import read_token_arrays
 from rollouts.run_dir import RunDir
+from tests.support.compare_runs import read_stage
 
 from .conftest import ROOT, find_python, save_random_model
 from .runs import read_rows, train
@@ -88,17 +88,17 @@ class Recorded:
     state: Mapping[str, Any]  # of the rollout manager, at the end
     events: Sequence[Row]  # see recorded_train.py
 
-    def list_events(self, event: str) -> list[Row]:
+    def list_events(self, event):
         """Those of trajectories, or of no request."""
         return [row for row in self.events if row["event"] == event and row.get("trajectory") != ""]
 
-    def list_answers(self) -> list[Row]:
+    def list_answers(self):
         """Of each request, in the order of turns; one that was asked again has counted last."""
         return list({row["request"]: row for row in self.list_events("answered")}.values())
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
-def recorded(request, tmp_path_factory) -> Recorded:
+def recorded(request, tmp_path_factory):
     kind = request.param
     folder = tmp_path_factory.mktemp(kind)
     save_random_model(folder / "model", seed=3, std=0.05)
@@ -110,16 +110,15 @@ def recorded(request, tmp_path_factory) -> Recorded:
         folder,
         str(config),
         "--mode sft+rl",
-        program=ROOT / "tests" / "engines" / "recorded_train.py",
+        program=ROOT / "tests/engines/recorded_train.py",
         RECORD=str(record),
     )
     return read_recorded(RunDir(folder / "run"), record)
 
 
-def read_recorded(run_dir: RunDir, record: Path) -> Recorded:
+def read_recorded(run_dir, record):
     rows, samples, spans, contributions = (
-        [row for row in read_rows(file) if row["stage"] == "rl"]
-        for file in (run_dir.metrics, run_dir.samples, run_dir.spans, run_dir.contributions)
+        read_stage(file) for file in (run_dir.metrics, run_dir.samples, run_dir.spans, run_dir.contributions)
     )
     trained = {row["id"]: {"step": row["step"], **read_token_arrays(run_dir, row)} for row in contributions}
     state = load_trainer_state(run_dir.checkpoint("rl", len(rows)))["rollout_manager"]
@@ -183,7 +182,7 @@ def test_a_trajectory_goes_on_over_an_update_and_no_token_is_too_old(recorded):
         assert versions == sorted(versions) and lags <= set(range(STALENESS + 1)), sample
         if len({*versions}) > 1:
             spanning.add(arrays["step"])
-    assert 2 in spanning, "the first groups that waited are of the batch after the update"
+    assert 2 in spanning  # the first groups that waited are of the batch after the update
     assert [row["off_policy/max"] for row in recorded.rows][:2] == [0, 1]
 
 
@@ -210,7 +209,7 @@ def test_all_turns_of_a_trajectory_go_to_one_server_while_it_serves(recorded):
     assert {one: shown[one] for one in trained} == {one: servers[one] for one in trained}
     stayed = [one for one in trained if len(servers[one]) > 1 and len({*servers[one]}) == 1]
     homes = {(one.partition("-")[0], servers[one][0]) for one in stayed}
-    assert len(homes) > len({group for group, _ in homes}), "it is the group's server, and not its own"
+    assert len(homes) > len({group for group, _ in homes})  # it is the group's server, and not its own
 
 
 def test_the_ids_that_a_server_took_in_and_gave_out_are_those_that_train(recorded):
@@ -223,7 +222,7 @@ def test_the_ids_that_a_server_took_in_and_gave_out_are_those_that_train(recorde
         np.testing.assert_array_equal(arrays["version"], segment.versions, err_msg=sample)
         np.testing.assert_array_equal(arrays["mu"], np.asarray(segment.log_probs, np.float32), err_msg=sample)
     several = [sample for sample in recorded.trained if segments[sample].answers > 1]
-    assert len(several) > len(recorded.trained) / 2, "a later turn goes on from the ids of those before"
+    assert len(several) > len(recorded.trained) / 2  # a later turn goes on from the ids of those before
 
 
 @dataclass
@@ -235,13 +234,13 @@ class Segment:
     log_probs: list[float]
     answers: int = 0
 
-    def add(self, tokens: Sequence[int], versions: Sequence[int], log_probs: Sequence[float]):
+    def add(self, tokens, versions, log_probs):
         self.tokens += tokens
         self.versions += versions
         self.log_probs += log_probs
 
 
-def replay_requests(recorded: Recorded) -> dict[str, Segment]:
+def replay_requests(recorded):
     """By sample, what came of its requests: each begins with all ids before it, and what it has beyond was
     not sampled; one that does not begin a segment.
     """

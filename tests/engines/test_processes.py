@@ -7,22 +7,22 @@ import uuid
 import pytest
 import trio
 
-from rollouts.engines.processes import EngineCommand, EngineProcess, open_engine_processes
+from rollouts.engines.processes import EngineCommand, open_engine_processes
 from rollouts.errors import EngineSetupError
 from rollouts.testing.engine_contracts import make_request
 
-from .conftest import ARGS, Kind, RunningServer, find_python, open_engine
+from .conftest import ARGS, RunningServer, find_python, open_engine
 from .runs import find_processes
 
 pytestmark = [pytest.mark.engines, pytest.mark.parametrize("kind", ["vllm", "sglang"])]
 
 
 @pytest.fixture
-def command(kind, snapshots) -> EngineCommand:
+def command(kind, snapshots):
     return EngineCommand(kind, find_python(kind), snapshots[0], tuple(ARGS[kind].split()))
 
 
-async def generate_ids(kind: Kind, process: EngineProcess) -> list[int]:
+async def generate_ids(kind, process):
     """Four tokens, greedily."""
     server = RunningServer(kind, process.url, process.api_key, process.log_path, process.process.pid)
     async with open_engine(server) as engine:
@@ -39,7 +39,7 @@ async def test_a_real_server_starts_answers_comes_back_and_leaves_nothing(
         os.kill(process.process.pid, signal.SIGKILL)
         with trio.fail_after(60):
             assert "was killed by SIGKILL" in await process.wait_exited()
-        assert find_processes(mark) == [], "workers of a server that was killed"
+        assert find_processes(mark) == []  # no worker of a killed server is left
         await process.restart()
         assert (process.url, await generate_ids(kind, process)) == (url, first)
     assert find_processes(mark) == []

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from rollouts.engines.server import ServerEngine
 from rollouts.errors import EngineSetupError
 from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import LONG, asked, disturb, make_request, update_frozen
-from rollouts.types import Completion, GenerateRequest
+from tests.support.text_tables import cases
 
 from .conftest import CONTEXT_LENGTH, open_engine
 from .model_checks import load, score
@@ -21,11 +20,11 @@ Open = Callable[..., AbstractAsyncContextManager[ServerEngine]]
 
 
 @pytest.fixture
-def open_(server) -> Open:
+def open_(server):
     return lambda **changes: open_engine(server, **changes)
 
 
-@pytest.mark.parametrize("check", [*engine_contracts.CHECKS, *engine_contracts.MODEL_CHECKS])
+@cases("check", [*engine_contracts.CHECKS, *engine_contracts.MODEL_CHECKS])
 async def test_contract(check, open_):
     await check(open_)
 
@@ -42,14 +41,12 @@ async def test_bad_snapshots_change_nothing(open_, snapshots, tmp_path):
     await engine_contracts.check_bad_snapshots_change_nothing(open_, snapshots[1], tmp_path)
 
 
-def assert_models_own(
-    path: Path, request: GenerateRequest, answer: Completion, which=..., *, atol: float = 2e-4
-):
+def assert_models_own(path, request, answer, which=..., *, atol=2e-4):
     """These log-probs are those of the model in `path` at the temperature that was sampled with."""
     np.testing.assert_allclose(answer.log_probs[which], score(path, request, answer)[which], atol=atol)
 
 
-@pytest.mark.parametrize("temperatures", [(0.0,), (0.5,), (1.0,), (2.0,), (0.0, 0.5, 1.5)])
+@cases("temperatures", [(0.0,), (0.5,), (1.0,), (2.0,), (0.0, 0.5, 1.5)])
 async def test_log_probs_are_the_models_own_at_its_temperature(temperatures, open_, snapshots):
     """Also where several are in one batch; greedy ones are those of temperature 1."""
     requests = [
@@ -103,8 +100,8 @@ async def test_server_left_paused_serves_who_comes_next(open_):
         assert len((await engine.generate(make_request())).token_ids) == 4
 
 
-@pytest.mark.parametrize(
-    ("changes", "rule"),
+@cases(
+    "changes, rule",
     [
         ({"api_key": "wrong"}, "api.key"),
         ({"api_key": None}, "api.key"),

@@ -2,32 +2,26 @@
 
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import numpy as np
 import pytest
 
 from rollouts.backends.open import open_pytorch_backend
-from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.tables import OptimConfig
-from rollouts.engines.server import ServerEngine
 from rollouts.errors import EngineError, EngineSetupError, InfrastructureError
 from rollouts.testing.engine_contracts import LONG, disturb, make_request
-from rollouts.types import Completion, GenerateRequest, RolloutBatch
+from rollouts.types import RolloutBatch
 from rollouts.weight_sync.broadcast import open_broadcast
 
-from .conftest import RunningServer, Snapshots, open_engine, run_server
+from .conftest import open_engine, run_server
 from .model_checks import load
 
 pytestmark = pytest.mark.engines
 
 
 @asynccontextmanager
-async def open_all(
-    server: RunningServer, snapshots: Snapshots, **options
-) -> AsyncIterator[tuple[ServerEngine, PyTorchTrainingBackend, Any]]:
+async def open_all(server, snapshots, **options):
     """The server's engine, a trainer of the second model, and a broadcast from one to the other."""
     trained = open_pytorch_backend(
         snapshots[1], optim=OptimConfig(), total_steps=1, threads=1, autocast="off"
@@ -40,18 +34,16 @@ async def open_all(
         yield engine, backend, transport
 
 
-async def send(transport, backend: PyTorchTrainingBackend, engine: ServerEngine) -> int:
+async def send(transport, backend, engine):
     """The version that the backend's weights have on the engine now, sent in memory."""
     version = await engine.weight_version() + 1
     await engine.pause("wait")
-    assert await transport(backend, [engine], version) == {}, "no engine failed"
+    assert await transport(backend, [engine], version) == {}  # no engine failed
     await engine.resume()
     return version
 
 
-async def score_by_trainer(
-    backend: PyTorchTrainingBackend, request: GenerateRequest, completion: Completion
-) -> np.ndarray:
+async def score_by_trainer(backend, request, completion):
     tokens = np.concatenate([request.prompt_ids, completion.token_ids])
     mask = np.arange(len(tokens)) >= len(request.prompt_ids)
     (row,) = await backend.forward(RolloutBatch(tokens=(tokens,), loss_masks=(mask,)))
@@ -111,7 +103,7 @@ async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_
 
 
 @pytest.fixture(scope="module")
-def other_server(snapshots, tmp_path_factory) -> Iterator[RunningServer]:
+def other_server(snapshots, tmp_path_factory):
     """A server whose log-probs are not of the distribution sampled from."""
     folder, unscaled = tmp_path_factory.mktemp("other"), {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
     with run_server("sglang", snapshots[0], folder, **unscaled) as server:
@@ -127,10 +119,8 @@ async def test_server_with_unscaled_log_probs_is_refused(other_server):
 async def test_server_that_dies_or_stops_in_an_update_is_reported_and_the_trainer_goes_on(
     other_server, snapshots, monkeypatch
 ):
-    async def take_it(_):
-        """Its log-probs do not matter here."""
-
-    monkeypatch.setattr("rollouts.engines.sglang._check_temperature", take_it)
+    # its log-probs do not matter here
+    monkeypatch.setattr("rollouts.engines.sglang.refuse_settings", lambda *_: None)
     monkeypatch.setattr("rollouts.weight_sync.broadcast.PROGRESS_S", 5.0)
     async with open_all(other_server, snapshots) as (engine, backend, transport):
         await engine.pause("wait")

@@ -2,8 +2,6 @@
 .venv-sglang.
 """
 
-from pathlib import Path
-
 import pytest
 
 from .conftest import find_python
@@ -12,7 +10,7 @@ from .runs import STEPS, SYNC_EVERY, assert_proven, train, use_short
 pytestmark = pytest.mark.engines
 
 
-def count_updates(log: Path) -> tuple[int, int]:
+def count_updates(log):
     """How often a server loaded weights from disk and how often it took a bucket out of a process group."""
     text = log.read_text(errors="replace")
     return text.count("weights online from disk begin"), text.count("POST /update_weights_from_distributed ")
@@ -22,7 +20,7 @@ def test_run_starts_a_server_updates_it_from_disk_and_leaves_nothing(tmp_path):
     flags = f"{use_short(tmp_path, 'tiny:llama')} --engine.python {find_python('sglang')}"
     train(tmp_path, "demo_sglang.toml", flags)
     assert_proven(tmp_path / "run")
-    assert count_updates(tmp_path / "run" / "engines" / "sglang-0.log") == (1 + STEPS // SYNC_EVERY, 0)
+    assert count_updates(tmp_path / "run/engines/sglang-0.log") == (1 + STEPS // SYNC_EVERY, 0)
 
 
 def test_run_on_a_running_server_updates_it_in_memory(sglang_server, snapshots, tmp_path):

@@ -1,9 +1,8 @@
 """A client of the service, in the protocol's own bytes: what the SDK would send, and what it would not."""
 
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 import numpy as np
@@ -20,31 +19,31 @@ LIMIT_S = 400.0  # for anything that is waited for, among it the start of a real
 CONNECT_S = 0.1  # between tries of a server that is being started
 
 
-def make_datum(tokens: Sequence[int], **inputs) -> dict[str, Any]:
+def make_datum(tokens, **inputs):
     """One sequence, shifted; by default cross-entropy of every token, weight 1."""
     ids = np.asarray(tokens, np.int64)
     given = {"target_tokens": ids[1:], "weights": np.ones(len(ids) - 1, np.float32)}
     return {"tokens": ids[:-1], **given, **{name: np.asarray(value) for name, value in inputs.items()}}
 
 
-def draw_batches(count: int, *, seed: int = 0) -> list[list[dict[str, Any]]]:
+def draw_batches(count, *, seed=0):
     """Batches of two random sequences."""
     rng = np.random.default_rng(seed)
     return [[make_datum(rng.integers(0, 200, rng.integers(4, 12))) for _ in "ab"] for _ in range(count)]
 
 
 def encode_train(
-    model: str,
-    seq: int,
-    data: Sequence[Mapping[str, Any]],
-    loss: str = "cross_entropy",
+    model,
+    seq,
+    data,
+    loss="cross_entropy",
     *,
-    config: Mapping[str, float | str] = {},
-    **options: bool,
-) -> bytes:
+    config=(),
+    **options,
+):
     """A ForwardBackwardRequest. options: forward_only."""
     message = MESSAGES["Train"](model_id=model, seq_id=seq, loss_fn=loss, **options)
-    for key, value in config.items():
+    for key, value in dict(config).items():
         setting = message.config_v2.add(key=key).value
         setattr(setting, "text" if isinstance(value, str) else "number", value)
     for one in data:
@@ -67,7 +66,7 @@ class Trained(NamedTuple):
     log_probs: list[np.ndarray]  # [N] or [N, K] of each datum
 
 
-def decode_trained(content: bytes) -> Trained:
+def decode_trained(content):
     """Of the bytes of a result."""
     message = MESSAGES["Trained"].FromString(content)
     found = []
@@ -89,7 +88,7 @@ class Sampled(NamedTuple):
     prompt_log_probs: np.ndarray
 
 
-def decode_sampled(content: bytes) -> Sampled:
+def decode_sampled(content):
     """Of the bytes of a result."""
     message = MESSAGES["Samples"].FromString(content)
     tokens = [np.frombuffer(one.tokens, "<i4").tolist() for one in message.sequences]
@@ -97,7 +96,7 @@ def decode_sampled(content: bytes) -> Sampled:
     return Sampled(tokens, log_probs, np.frombuffer(message.prompt_logprobs, "<f4"))
 
 
-def read_good(reply: httpx.Response) -> httpx.Response:
+def read_good(reply):
     """It is an answer without an error."""
     assert reply.status_code == 200, (reply.status_code, reply.text)
     return reply
@@ -106,11 +105,11 @@ def read_good(reply: httpx.Response) -> httpx.Response:
 class Client:
     """A user with a session; a lost connection, 408 and 429 are tried again, as by the SDK."""
 
-    def __init__(self, http: httpx.AsyncClient):
+    def __init__(self, http):
         self.http, self.url = http, str(http.base_url).rstrip("/")
         self.session, self._numbers = "", itertools.count()
 
-    async def ask(self, method: str, path: str, *, once: bool = False, **options) -> httpx.Response:
+    async def ask(self, method, path, *, once=False, **options):
         """The answer, whatever it says; below /api/v1 where the path has no slash first."""
         path = path if path.startswith("/") else f"/api/v1/{path}"
         with trio.fail_after(LIMIT_S):
@@ -123,16 +122,16 @@ class Client:
                     pass
                 await trio.sleep(CONNECT_S)
 
-    async def get(self, path: str):
+    async def get(self, path):
         """The fields of the answer, which must be good."""
         return read_good(await self.ask("GET", path)).json()
 
-    async def post(self, path: str, body=None):
+    async def post(self, path, body=None):
         """The fields of the answer, which must be good."""
         raw = {"content": body} if isinstance(body, bytes) else {"json": body or {}}
         return read_good(await self.ask("POST", path, **raw)).json()
 
-    async def read_metrics(self) -> dict[tuple[str, ...], float]:
+    async def read_metrics(self):
         """Every sample of Prometheus, by its name and the values of its labels."""
         text = read_good(await self.ask("GET", "/metrics")).text
         return {
@@ -141,18 +140,18 @@ class Client:
             for sample in family.samples
         }
 
-    async def begin(self) -> "Client":
+    async def begin(self):
         """Another session of the user."""
         client = Client(self.http)
         client.session = (await self.post("create_session", {"tags": []}))["session_id"]
         return client
 
-    def name_model(self, number: int | None = None, **fields) -> dict[str, Any]:
+    def name_model(self, number=None, **fields):
         """What a request for a model begins with; by default a new one."""
         number = next(self._numbers) if number is None else number
         return {"session_id": self.session, "model_seq_id": number, **fields}
 
-    async def result(self, request: str):
+    async def result(self, request):
         """What a request came to: fields, or bytes of protobuf. It has not failed."""
         reply = read_good(await self.ask("POST", "retrieve_future", json={"request_id": request}))
         if reply.headers["content-type"] == "application/x-protobuf":
@@ -160,26 +159,24 @@ class Client:
         assert "error" not in reply.json(), reply.text
         return reply.json()
 
-    async def fails(self, request: str, says: str):
+    async def fails(self, request, says):
         """A request has come to an error of the user's own, which says this."""
         found = await self.post("retrieve_future", {"request_id": request})
         assert found["category"] == "user" and says in found["error"], (found, says)
 
-    async def create(self, *, seed: int = 7) -> "Trainee":
+    async def create(self, *, seed=7):
         """A model."""
         lora = {"rank": 4, "seed": seed}
         made = await self.post("create_model", self.name_model(base_model=MODEL, lora_config=lora))
         await self.result(made["request_id"])
         return Trainee(self, made["model_id"])
 
-    async def load(self, path: str, *, optimizer: bool = True) -> "Trainee":
+    async def load(self, path, *, optimizer=True):
         """A model from a checkpoint."""
         made = await self.post("load_weights", self.name_model(path=path, optimizer=optimizer))
         return Trainee(self, (await self.result(made["request_id"]))["model_id"])
 
-    async def sample(
-        self, sampler: str, prompt: Sequence[int], n: int = 1, *, seq: int | None = None, **params
-    ) -> str:
+    async def sample(self, sampler, prompt, n=1, *, seq=None, **params):
         """The id of a request for samples."""
         body = {
             "sampling_session_id": sampler, "seq_id": next(self._numbers) if seq is None else seq,
@@ -188,15 +185,15 @@ class Client:
         }  # fmt: skip
         return (await self.post("asample", body))["request_id"]
 
-    async def draw(self, *request, **params) -> Sampled:
+    async def draw(self, *request, **params):
         """The samples."""
         return await self.drawn(await self.sample(*request, **params))
 
-    async def drawn(self, request: str) -> Sampled:
+    async def drawn(self, request):
         """The samples of a request."""
         return decode_sampled(await self.result(request))
 
-    async def make_sampler(self, **of: str) -> str:
+    async def make_sampler(self, **of):
         """The name of a sampler of the base model, or of a model_path."""
         of = of or {"base_model": MODEL}
         body = {"session_id": self.session, "sampling_session_seq_id": next(self._numbers), **of}
@@ -204,7 +201,7 @@ class Client:
 
 
 @asynccontextmanager
-async def open_client(url: str, key: str = KEY, **options) -> AsyncIterator[Client]:
+async def open_client(url, key=KEY, **options):
     """A user with a session, when it serves. options: of httpx.AsyncClient."""
     headers = {"x-api-key": key} | options.pop("headers", {})
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=LIMIT_S, **options) as http:
@@ -214,43 +211,43 @@ async def open_client(url: str, key: str = KEY, **options) -> AsyncIterator[Clie
 class Trainee:
     """A model, and the last number of its requests."""
 
-    def __init__(self, client: Client, name: str):
+    def __init__(self, client, name):
         self.client, self.name, self.seq = client, name, 0
 
-    def take(self) -> int:
+    def take(self):
         """The next number."""
         self.seq += 1
         return self.seq
 
-    async def submit(self, kind: str, /, seq: int | None = None, **fields) -> str:
+    async def submit(self, kind, /, seq=None, **fields):
         """The id of a request in JSON."""
         body = {"model_id": self.name, "seq_id": self.take() if seq is None else seq, **fields}
         return (await self.client.post(kind, body))["request_id"]
 
-    async def send(self, data, *loss: str, seq: int | None = None, **options) -> str:
+    async def send(self, data, *loss, seq=None, **options):
         """The id of a forward_backward."""
         body = encode_train(self.name, self.take() if seq is None else seq, data, *loss, **options)
         return (await self.client.post("forward_backward", body))["request_id"]
 
-    async def optim(self, seq: int | None = None) -> str:
+    async def optim(self, seq=None):
         """The id of a step of the optimizer."""
         return await self.submit("optim_step", seq, adam_params=ADAM)
 
-    async def accumulate(self, *data, **options) -> Trained:
+    async def accumulate(self, *data, **options):
         """A forward_backward, awaited."""
         return decode_trained(await self.client.result(await self.send(*data, **options)))
 
-    async def step(self, data) -> float:
+    async def step(self, data):
         """The loss of a forward_backward; with the step of the optimizer, awaited."""
         sent, stepped = await self.send(data), await self.optim()
         await self.client.result(stepped)
         return decode_trained(await self.client.result(sent)).loss
 
-    async def probe(self) -> list[float]:
+    async def probe(self):
         """Log-probs of some tokens: what the weights are."""
         found = await self.accumulate([make_datum(range(3, 40, 3))], forward_only=True)
         return found.log_probs[0].tolist()
 
-    async def save(self, kind: str = "save_weights", /, **fields):
+    async def save(self, kind="save_weights", /, **fields):
         """The answer of a save."""
         return await self.client.result(await self.submit(kind, **fields))

@@ -20,9 +20,8 @@ import trio
 
 from rollouts.checkpoints.load import check_checkpoint
 from rollouts.serve.store import open_store
-from tests.serve.clients import Client, decode_sampled, decode_trained, draw_batches
-from tests.serve.servers import ServerProcess, open_client, open_forks, open_process
-from tests.support.fork_server import ForkServer
+from tests.serve.clients import decode_sampled, decode_trained, draw_batches
+from tests.serve.servers import open_client, open_forks, open_process
 
 BATCHES = draw_batches(8, seed=4)
 PAUSE_S = (0.05, 2.0)  # from a start to the next kill
@@ -35,7 +34,7 @@ class Life(NamedTuple):
     answers: dict[str, Any]  # of every request, by its id
 
 
-async def live(client: Client) -> Life:
+async def live(client):
     """A client's whole life, in which nothing is awaited before it must be."""
     seen, answers = dict[str, Any](), dict[str, Any]()
 
@@ -72,7 +71,7 @@ async def live(client: Client) -> Life:
     return Life(seen, answers)
 
 
-async def check_after(client: Client, life: Life, wanted: Life) -> list[str]:
+async def check_after(client, life, wanted):
     """What differs from an undisturbed life, or is not there any more. The server is up."""
     found = [
         f"{name}: {life.seen[name]} instead of {value}"
@@ -88,7 +87,7 @@ async def check_after(client: Client, life: Life, wanted: Life) -> list[str]:
     return found
 
 
-def check_disk(server: ServerProcess) -> list[str]:
+def check_disk(server):
     """What is not whole, or nobody's, in the directory of a server that has ended."""
     found, state = list[str](), server.folder / "state"
     with open_store(state / "service.sqlite") as store:
@@ -111,7 +110,7 @@ def check_disk(server: ServerProcess) -> list[str]:
     return found
 
 
-async def kill_often(server: ServerProcess, times: list[float]):
+async def kill_often(server, times):
     """Until cancelled, at each of the instants, which is a time since the last start."""
     for seconds in times:
         await trio.sleep(seconds)
@@ -119,7 +118,7 @@ async def kill_often(server: ServerProcess, times: list[float]):
             await trio.to_thread.run_sync(server.kill_and_start)
 
 
-async def run_kills(forks: ForkServer, folder: Path, kills: int, seed: int) -> list[str]:
+async def run_kills(forks, folder, kills, seed):
     """What went wrong with so many kills at least, at most five in a life."""
     rng = random.Random(seed)
     with open_process(forks, folder / "plain", snapshot_s=0) as server:

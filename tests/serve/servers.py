@@ -3,10 +3,8 @@
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from pathlib import Path
 
 import tomli_w
 import trio
@@ -16,8 +14,8 @@ from rollouts.config.schema import RunConfig
 from rollouts.engines.processes import find_free_port
 from rollouts.loops.stopping import Stop
 from rollouts.models.load import resolve_model
-from tests.serve.clients import KEY, MODEL, USERS, Client, open_client
-from tests.support.fork_server import Ended, ForkServer, open_fork_server, place_ranks
+from tests.serve.clients import KEY, MODEL, USERS, open_client
+from tests.support.fork_server import open_fork_server, place_ranks
 
 IMPORTS = [
     "integration_training.serve",
@@ -30,7 +28,7 @@ IMPORTS = [
 ]
 
 
-def make_config(folder: Path, *, model: str = MODEL, engine=None, **serving):
+def make_config(folder, *, model=MODEL, engine=None, **serving):
     """A config of a server whose state is in `folder`/state; `serving` are settings of [serve]."""
     folder.mkdir(parents=True, exist_ok=True)
     return {
@@ -43,13 +41,13 @@ def make_config(folder: Path, *, model: str = MODEL, engine=None, **serving):
     }
 
 
-def find_url(config) -> str:
+def find_url(config):
     """Where it serves."""
     return f"http://127.0.0.1:{config['serve']['port']}"
 
 
 @asynccontextmanager
-async def open_server(folder: Path, *, crash: bool = False, **settings) -> AsyncIterator[Client]:
+async def open_server(folder, *, crash=False, **settings):
     """A client of a server in this process, which ends with the block; after a crash nothing is saved."""
     made = make_config(folder, **settings)
     config, state, stop = RunConfig.model_validate(made), folder / "state", Stop()
@@ -67,13 +65,13 @@ async def open_server(folder: Path, *, crash: bool = False, **settings) -> Async
 class ServerProcess:
     """A server that is a process, started again in the same directory as often as one likes."""
 
-    def __init__(self, forks: ForkServer, folder: Path, **settings):
+    def __init__(self, forks, folder, **settings):
         config = make_config(folder, **settings)
         self.url, self.log, self.config = find_url(config), folder / "log", folder / "serve.toml"
         self.config.write_text(tomli_w.dumps(config))
         self.folder, self._forks, self.pids = folder, forks, list[int]()
 
-    def start(self, ranks: int = 1):
+    def start(self, ranks=1):
         """Returns before it serves."""
         argv, places = ["serve", str(self.config)], place_ranks(ranks)
         self.pids = self._forks.start(
@@ -84,7 +82,7 @@ class ServerProcess:
             limit_s=3600.0,  # a file's tests share it
         )
 
-    def end(self, number: signal.Signals = signal.SIGKILL) -> Ended:
+    def end(self, number=signal.SIGKILL):
         """How it ended of that signal, which all its processes get."""
         for pid in self.pids:
             os.kill(pid, number)
@@ -102,7 +100,7 @@ open_forks = partial(open_fork_server, "rollouts.cli:main", imports=IMPORTS)
 
 
 @contextmanager
-def open_process(forks: ForkServer, folder: Path, *, ranks: int = 1, **settings) -> Iterator[ServerProcess]:
+def open_process(forks, folder, *, ranks=1, **settings):
     """A server that has been started; it is gone behind the block."""
     server = ServerProcess(forks, folder, **settings)
     server.start(ranks)
@@ -113,7 +111,7 @@ def open_process(forks: ForkServer, folder: Path, *, ranks: int = 1, **settings)
             server.end()
 
 
-def wait_text(path: Path, text: str):
+def wait_text(path, text):
     """Returns when the file holds the text."""
     until = time.monotonic() + 120.0
     while not (path.exists() and text in path.read_text()):

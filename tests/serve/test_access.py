@@ -16,7 +16,7 @@ from rollouts.errors import ConfigError
 from rollouts.loops.stopping import Stop
 from rollouts.serve.app import KEYLESS, TINKER
 from rollouts.serve.manage import MANAGE
-from tests.serve.clients import KEY, Client, draw_batches
+from tests.serve.clients import KEY, draw_batches
 from tests.serve.servers import make_config
 from tests.support.text_tables import cases, read_cells
 
@@ -44,7 +44,7 @@ async def test_every_route_asks_for_a_key_that_is_known(server):
             assert reply.json() == {"status": "ok"}
 
 
-async def refused(client: Client, method: str, path: str, **options):
+async def refused(client, method, path, **options):
     """It is told 404, as for a name that there never was."""
     reply = await client.ask(method, path, **options)
     assert reply.status_code == 404, (path, reply.status_code, reply.text)

@@ -125,7 +125,7 @@ async def test_numbers_beyond_reason_are_refused_by_name(client, model):
 HEAD = f"POST /api/v1/forward_backward HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\n".encode()
 
 
-async def connect(server, said: bytes) -> trio.SocketStream:
+async def connect(server, said):
     """A connection on which this has been sent."""
     host, _, port = server.removeprefix("http://").partition(":")
     stream = await trio.open_tcp_stream(host, int(port))

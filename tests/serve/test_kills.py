@@ -41,7 +41,7 @@ async def test_a_server_goes_on_in_the_middle_of_a_gradient(model, tmp_path):
         assert decode_trained(await again.result(waiting)).loss
         model.take()
         assert await model.probe() == probe
-        assert await model.send(TWO, seq=3) == first, "a request of before is known"
+        assert await model.send(TWO, seq=3) == first  # a request of before is known
         unknown = await again.ask("POST", "retrieve_future", json={"request_id": "0" * 32})
         assert unknown.status_code == 404
 
@@ -78,7 +78,7 @@ async def test_weights_loaded_without_the_optimizers_state_begin_with_a_fresh_on
         probes.append(await other.probe())
         await client.result(await model.submit("load_weights", path=path, optimizer=optimizer))
         await model.step(THREE)
-        assert await model.probe() == probes[-1], "in place, too"
+        assert await model.probe() == probes[-1]  # in place, too
     assert probes[0] != probes[1]
 
 
@@ -89,9 +89,9 @@ async def test_samples_without_a_seed_are_drawn_again_as_they_were(tmp_path):
         sampler = await client.make_sampler()
         sent = [await client.sample(sampler, [5, 6], 2, **sampling) for _ in range(2)]
         drawn = [decode_sampled(await client.result(one)).tokens for one in sent]
-    assert len({str(one) for pair in drawn for one in pair}) == 4, "each draws its own"
+    assert len({str(one) for pair in drawn for one in pair}) == 4  # each draws its own
     body = {"prompt": prompt, "sampling_params": sampling, "num_samples": 2, "sampling_session_id": sampler}
-    with open_store(tmp_path / "state" / "service.sqlite") as store:
+    with open_store(tmp_path / "state/service.sqlite") as store:
         begun = "UPDATE requests SET state = 'running', result = NULL, media = NULL, ended = NULL, body = ?"
         for one in sent:
             store.run(f"{begun} WHERE id = ?", json.dumps(body).encode(), one)
@@ -109,7 +109,7 @@ class LosingTransport(httpx.AsyncHTTPTransport):
         super().__init__()
         self.paths = list[str]()  # of what was asked
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request):
         reply = await super().handle_async_request(request)
         self.paths.append(request.url.path)
         if len(self.paths) % 3:
@@ -129,7 +129,7 @@ async def test_lost_answers_are_asked_for_again_and_nothing_is_done_twice(tmp_pa
             assert (await live(other)).seen == wanted.seen
     lost = {path.rsplit("/", 1)[1] for path in transport.paths[2::3]}
     assert {"forward_backward", "optim_step", "retrieve_future"} <= lost
-    with open_store(tmp_path / "state" / "service.sqlite") as store:
+    with open_store(tmp_path / "state/service.sqlite") as store:
         count = "SELECT COUNT(*) FROM requests WHERE scope LIKE ?"
         ours, theirs = (store.value(count, f"{one.session}:%") for one in (client, other))
         assert ours == theirs == store.value(count, "%") / 2

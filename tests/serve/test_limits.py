@@ -53,7 +53,7 @@ async def test_a_model_with_much_to_do_leaves_its_place_to_others(tmp_path):
             last = await greedy.optim()
         await modest.step(DATA)
         status = await client.get(f"/runs/{greedy.name}/requests/{last}/status")
-        assert status["ended"] is None, "the modest one waited for all of the other's"
+        assert status["ended"] is None  # else the modest one waited for all of the other's
         await client.result(last)
 
 
@@ -131,7 +131,7 @@ async def test_a_session_that_is_finished_leaves_nothing_running(tmp_path):
         await wait_unloaded(client)
         metrics = await client.read_metrics()
         assert not metrics["rollouts_engine", "running"]
-        assert not any(name == "rollouts_requests" for name, *_ in metrics), "that have not ended"
+        assert not any(name == "rollouts_requests" for name, *_ in metrics)  # none has not ended
         heartbeat = await client.ask("POST", "session_heartbeat", json={"session_id": client.session})
         assert heartbeat.status_code == 410
         await client.post(finish)  # once more is nothing
@@ -144,7 +144,7 @@ async def test_models_beyond_a_users_share_wait_for_the_end_of_others(tmp_path):
         reply = await ann.ask("POST", "create_model", json=ann.name_model(base_model=MODEL), once=True)
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
         again = ann.name_model(1, base_model=MODEL)
-        assert await ann.post("create_model", again), "one that is there may be asked for again"
+        assert await ann.post("create_model", again)  # one that is there may be asked for again
         await bob.create()
         await ann.post(f"sessions/{ann.session}/finish")
         await (await ann.begin()).create()
@@ -161,7 +161,7 @@ async def test_requests_beyond_the_queue_are_told_when_to_come_again(tmp_path):
         reply = await client.ask("POST", "optim_step", json=body, once=True)
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
         assert "20 requests" in reply.json()["detail"]
-        assert await model.send(DATA, seq=5) == sent[5], "one that waits already may be asked for again"
+        assert await model.send(DATA, seq=5) == sent[5]  # one that waits already may be asked for again
         await other.step(DATA)  # the queue is its own
 
 
@@ -195,7 +195,7 @@ async def test_a_context_and_a_requests_tokens_have_an_end(client, model):
     for prompt, params in (([1] * context, {}), ([1], {"max_tokens": context})):
         await client.fails(await client.sample(sampler, prompt, **params), f"context holds {context}")
     found = await client.draw(sampler, [1] * (context - 1), stop=[])
-    assert len(found.tokens[0]) == 1, "without max_tokens to the end of the context"
+    assert len(found.tokens[0]) == 1  # without max_tokens to the end of the context
 
 
 # --- the end ------------------------------------------------------------------------------------------------
@@ -216,8 +216,8 @@ async def test_a_stop_while_models_train_saves_them_and_ends_in_time(forks, tmp_
             sent = [[(await one.send(data), await one.optim()) for data in batches] for one in models]
             await client.result(sent[0][2][1])
             await trio.to_thread.run_sync(end_in_time, server)
-            (saved,) = (server.folder / "state" / "models" / models[0].name).glob("step_*")
-            assert int(saved.name[5:]) >= 6, "what it had done is saved"
+            (saved,) = (server.folder / "state/models" / models[0].name).glob("step_*")
+            assert int(saved.name[5:]) >= 6  # what it had done is saved
             server.start()
             losses = [
                 [decode_trained(await client.result(request)).loss for request, _ in one] for one in sent
@@ -240,4 +240,4 @@ async def test_two_servers_do_not_share_a_directory(tmp_path):
         with pytest.RaisesGroup(refused, flatten_subgroups=True):
             async with open_server(tmp_path):
                 pass
-        assert await client.create(), "and the first goes on"
+        assert await client.create()  # and the first goes on

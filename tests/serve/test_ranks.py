@@ -22,4 +22,4 @@ async def test_two_ranks_train_sample_save_and_load_as_one(forks, tmp_path):
     assert one.keys() == two.keys()
     for name in one.keys() - {"samples"}:
         assert np.allclose(np.ravel(one[name]), np.ravel(two[name]), rtol=1e-4, atol=1e-4), name
-    assert one["samples"] == two["samples"], "far from a tie, the same numbers draw the same"
+    assert one["samples"] == two["samples"]  # far from a tie, the same numbers draw the same

@@ -5,8 +5,6 @@ import math
 import random
 import time
 from itertools import permutations
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +28,7 @@ STEP = OptimParams(
 BAD = [make_datum([1, 2, 3]) | {"weights": np.ones(1, np.float32)}]
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def read_state(folder):
     """Weights and moments of a checkpoint."""
     files = [*folder.rglob("*.safetensors")]
     assert len(files) == 2, files
@@ -42,7 +40,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     }  # torch's own generator, of which nothing here draws
 
 
-async def train_directly(batches, folder: Path) -> list[float]:
+async def train_directly(batches, folder):
     """The losses of the same training by the backend alone, which is saved to the folder."""
     path, losses, options = resolve_model(MODEL), [], {"seed": 7, "micro_batch_tokens": 8192}
     async with open_trained(path, lora={"alpha": 32.0}, deterministic=True, **options) as backend:
@@ -68,7 +66,7 @@ async def test_a_model_has_the_bits_of_one_that_the_backend_trains_without_a_ser
             found.append(await model.step(data))
             await other.step(data)
         await model.save(path="end")
-        (saved,) = (tmp_path / "state" / "checkpoints").rglob("step_*")
+        (saved,) = (tmp_path / "state/checkpoints").rglob("step_*")
     assert found == losses
     assert_weights_equal(read_state(saved), read_state(folder))
 
@@ -127,7 +125,7 @@ async def test_sampled_log_probs_are_the_trainers(client, model):
     sampler, prompt = saved["sampling_session_id"], [5, 6, 7]
     options = {"max_tokens": 8, "seed": 1, "stop": []}
     found = await client.draw(sampler, prompt, 3, prompt_logprobs=True, **options)
-    assert len({tuple(one) for one in found.tokens}) > 1, "each sequence has its own stream"
+    assert len({tuple(one) for one in found.tokens}) > 1  # each sequence has its own stream
     rows = [make_datum([*prompt, *one]) for one in found.tokens]
     scored = (await model.accumulate(rows, forward_only=True)).log_probs
     for ours, theirs in zip(found.log_probs, scored, strict=True):
@@ -183,7 +181,7 @@ async def test_a_request_that_comes_many_times_runs_once(client, model):
                     nursery.start_soon(repeat)
             (one,) = ids
             await client.result(one)
-            assert await call(*arguments, seq=seq) == one, "also when it is done"
+            assert await call(*arguments, seq=seq) == one  # also when it is done
     assert await model.probe() == await plain.probe()
     of, sampler = client.name_model(base_model=MODEL), await client.make_sampler()
     made = [await client.post("create_model", of) for _ in range(2)]
@@ -249,7 +247,7 @@ async def test_a_failure_is_told_only_when_what_was_sent_without_knowing_has_com
         await client.fails(request, "shape")
         first = time.time()  # which counts, when it is told again
         await client.fails(request, "shape")
-    with open_store(tmp_path / "state" / "service.sqlite") as store:
+    with open_store(tmp_path / "state/service.sqlite") as store:
         row = store.one("SELECT ended, told FROM requests WHERE id = ?", request)
     assert row is not None and row["ended"] + TELL_S <= row["told"] <= first
 

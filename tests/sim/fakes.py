@@ -1,25 +1,21 @@
 """The parts of a simulated run that are not real: the engines' servers, the model, snapshots and the log."""
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import trio
 
-from rollouts.data.data_buffer import DataBuffer, PromptRow
 from rollouts.engines.http import HttpClient
 from rollouts.engines.server import ServerEngine
 from rollouts.engines.sglang import ServerInfo, SGLangServer
 from rollouts.engines.vllm import VLLMServer
 from rollouts.engines.wire import Server
-from rollouts.protocols import PauseMode, TrainingBackend, WeightSink
-from rollouts.testing.fakes import FakeBackend, FakeFuture
-from rollouts.types import EngineFeatures, FloatArray, ForwardBackwardResult, LossSpec, RolloutBatch, Sample
-from rollouts.weight_sync.snapshots import Snapshot, WeightSource
-from tests.support.fault_server import DialectName, FaultServer
-from tests.support.simulated_process import BadAnswer, SimulatedProcess, compute_log_probs
+from rollouts.testing.fakes import FakeBackend
+from rollouts.types import EngineFeatures
+from rollouts.weight_sync.snapshots import Snapshot
+from tests.support.fault_server import FaultServer
+from tests.support.simulated_process import BadAnswer, compute_log_probs
 
 
 class SimulatedEngine(ServerEngine):
@@ -29,7 +25,7 @@ class SimulatedEngine(ServerEngine):
 
     resume_tried = True
 
-    def __init__(self, process: SimulatedProcess, dialect: DialectName, *, silence_s: float):
+    def __init__(self, process, dialect, *, silence_s):
         fake = FaultServer(process, dialect)
         client = HttpClient(
             fake.url, {}, lambda: httpx.AsyncClient(transport=fake.transport(), trust_env=False)
@@ -44,11 +40,11 @@ class SimulatedEngine(ServerEngine):
         else:
             super().__init__(SGLangServer(server, features, ServerInfo(version="0.5.23")))
 
-    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
+    async def update_weights_from_checkpoint(self, path, version):
         await self.dialect.load_weights(path, version)
         return {}
 
-    async def pause(self, mode: PauseMode):
+    async def pause(self, mode):
         self.resume_tried = False
         await super().pause(mode)
 
@@ -65,10 +61,10 @@ class SimulatedBackend(FakeBackend):
     def __init__(
         self,
         *,
-        step_s: float,
-        lineage: list[str],
-        name_next: Callable[[list[str]], str],
-        check_batch: Callable[[RolloutBatch], None],
+        step_s,
+        lineage,
+        name_next,
+        check_batch,
     ):
         super().__init__(step_s, 0.0, {})
         self._state["version"] = len(lineage) - 1
@@ -77,17 +73,17 @@ class SimulatedBackend(FakeBackend):
         self.lineage = lineage
 
     @property
-    def weights(self) -> str:
+    def weights(self):
         return self.lineage[self.weight_version]
 
-    def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> FakeFuture[ForwardBackwardResult]:
+    def forward_backward(self, batch, loss):
         self._check_batch(batch)
         return super().forward_backward(batch, loss)
 
-    def forward(self, batch: RolloutBatch) -> FakeFuture[tuple[FloatArray, ...]]:
+    def forward(self, batch):
         return self._submit(lambda: tuple(compute_log_probs(self.weights, tokens) for tokens in batch.tokens))
 
-    def set_weight_version(self, version: int) -> FakeFuture[None]:
+    def set_weight_version(self, version):
         assert version == len(self.lineage), (version, self.lineage)
         self.lineage.append(self._name_next(self.lineage))
         return super().set_weight_version(version)
@@ -99,7 +95,7 @@ class HeldWord:
 
     weights: str
 
-    def stream_weights(self, sink: WeightSink) -> FakeFuture[None]:
+    def stream_weights(self, sink):
         raise AssertionError("simulated snapshots read the word")
 
 
@@ -108,17 +104,17 @@ class SimulatedSnapshots:
     weights are.
     """
 
-    def __init__(self, export_s: float):
+    def __init__(self, export_s):
         self._export_s = export_s
         self._kept: set[Path] = set()
         self.missed: list[Path] = []  # loaded after they were removed
 
-    async def hold(self, backend: TrainingBackend) -> HeldWord:
+    async def hold(self, backend):
         assert isinstance(backend, SimulatedBackend)
         await trio.lowlevel.checkpoint()
         return HeldWord(backend.weights)
 
-    async def export(self, backend: WeightSource, version: int) -> Snapshot:
+    async def export(self, backend, version):
         assert isinstance(backend, SimulatedBackend | HeldWord)
         weights = backend.weights
         await trio.sleep(self._export_s)
@@ -126,11 +122,11 @@ class SimulatedSnapshots:
         self._kept.add(path)
         return Snapshot(path, weights, 8)
 
-    async def prune(self, keep: Path):
+    async def prune(self, keep):
         await trio.lowlevel.checkpoint()
         self._kept = {path for path in self._kept if path == keep}
 
-    def read(self, path: Path) -> str:
+    def read(self, path):
         """What a server finds at `path`."""
         if path not in self._kept:
             self.missed.append(path)
@@ -140,7 +136,7 @@ class SimulatedSnapshots:
 
 class NoLog:
     async def log_step(self, *row, **more): ...
-    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]): ...
+    async def log_samples(self, stage, step, policy_version, samples): ...
     async def log_evaluation(self, *row): ...
     async def log_spans(self, *row): ...
 
@@ -148,22 +144,22 @@ class NoLog:
 class RecordingBuffer:
     """A DataBuffer that refuses to hand out a prompt that is out, or to take back one that is not."""
 
-    def __init__(self, buffer: DataBuffer, out: set[tuple[int, str]]):
+    def __init__(self, buffer, out):
         self.buffer = buffer
         self.out = out
 
-    def get_prompts(self, count: int) -> list[PromptRow]:
+    def get_prompts(self, count):
         prompts = self.buffer.get_prompts(count)
         for prompt in prompts:
             assert prompt.key not in self.out, f"{prompt.key} was drawn twice"
             self.out.add(prompt.key)
         return prompts
 
-    def return_prompts(self, prompts: Sequence[PromptRow]):
+    def return_prompts(self, prompts):
         for prompt in prompts:
             assert prompt.key in self.out, f"{prompt.key} was returned without being out"
             self.out.remove(prompt.key)
         self.buffer.return_prompts(prompts)
 
-    def find_prompt(self, prompt_id: str, epoch: int) -> PromptRow:
+    def find_prompt(self, prompt_id, epoch):
         return self.buffer.find_prompt(prompt_id, epoch)

@@ -12,10 +12,8 @@ import trio.testing
 from rollouts.engines.fleet import Fleet
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.collector import REPLAYED
-from rollouts.types import RolloutBatch
 from rollouts.weight_sync.sync import WeightSync
 from tests.sim.fakes import RecordingBuffer, SimulatedBackend, SimulatedEngine, SimulatedSnapshots
-from tests.sim.schedule import FleetSchedule
 from tests.support.simulated_process import SimulatedProcess, weights_log_prob
 
 Invariant = Literal[
@@ -41,7 +39,7 @@ Invariant = Literal[
 class BrokenInvariant(AssertionError):
     """What was found, and by which invariant."""
 
-    def __init__(self, invariant: Invariant, detail: str):
+    def __init__(self, invariant, detail):
         super().__init__(f"{invariant}: {detail}")
         self.invariant = invariant
 
@@ -104,7 +102,7 @@ class Trainer:
 class Checks:
     """The part of a simulation that looks."""
 
-    def __init__(self, schedule: FleetSchedule):
+    def __init__(self, schedule):
         self.schedule = schedule
         self.report = FleetReport()
         self.broken: BrokenInvariant | None = None
@@ -116,7 +114,7 @@ class Checks:
         self.snapshots = SimulatedSnapshots(schedule.export_s)
         self.trainer: Trainer | None = None
 
-    def fail(self, invariant: Invariant, detail: str):
+    def fail(self, invariant, detail):
         """Ends the run; the first to fail is told."""
         if self.broken is None:
             self.broken = BrokenInvariant(invariant, detail)
@@ -178,7 +176,7 @@ class Checks:
                 f" {trainer.most_committed} at most",
             )
 
-    def check_serving(self, name: str, committed: int | None, trainer: Trainer, published: int):
+    def check_serving(self, name, committed, trainer, published):
         is_syncing = trainer.sync._lock.locked()
         if self.life.cancel_called and committed is not None:
             published = committed  # a trainer that is killed between commit and publish leaves the fleet so
@@ -203,7 +201,7 @@ class Checks:
                 f" {process.weights}",
             )
 
-    def check_batch(self, batch: RolloutBatch):
+    def check_batch(self, batch):
         """Every token that trains, and which prompts do."""
         trainer = self.trainer
         version = trainer.backend.weight_version
@@ -220,7 +218,7 @@ class Checks:
         self.check_prompts(batch, trainer)
         self.report.steps += 1
 
-    def check_tokens(self, trainer: Trainer, *told: np.ndarray, oldest: int, newest: int):
+    def check_tokens(self, trainer, *told, oldest, newest):
         """`told`: by token its position, id, log-prob and version."""
         for position, token, log_prob, version in zip(*(row.tolist() for row in told), strict=True):
             if not oldest <= version <= newest:
@@ -235,7 +233,7 @@ class Checks:
                     f" {expected}",
                 )
 
-    def check_prompts(self, batch: RolloutBatch, trainer: Trainer):
+    def check_prompts(self, batch, trainer):
         rollout = self.schedule.config.rollout
         ids = [sample.id for sample in batch.samples]
         groups = Counter((metadata["epoch"], metadata["prompt_id"]) for metadata in batch.metadata)
@@ -252,7 +250,7 @@ class Checks:
             raise BrokenInvariant("prompts", f"{sorted(again)} trained twice, or again and never before")
         trainer.trained |= groups.keys()
 
-    def check_books(self, trainer: Trainer):
+    def check_books(self, trainer):
         """Every prompt taken off the stream waits in the buffer, or was trained, dropped, failed, is held,
         or, ahead of its batch, in flight.
         """
@@ -278,7 +276,7 @@ class Checks:
                 "prompts", f"{len(trainer.trained)} trained, the books say {books['trained']}"
             )
 
-    def check_explained(self, error: Exception, trainer: Trainer):
+    def check_explained(self, error, trainer):
         """No engine of the fleet went without a fault."""
         spared = [one.name for one in trainer.fleet._members if not self.processes[one.name].struck]
         if spared:

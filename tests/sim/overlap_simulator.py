@@ -12,7 +12,6 @@ tokens · token_s / slots, nor trained in less than train_s + hold_s.
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,15 +23,9 @@ from rollouts.data.data_buffer import DataBuffer
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.rl import run_rl_training
-from rollouts.protocols import PauseMode
-from rollouts.testing.fakes import FakeBackend, FakeFuture, ScriptedEngine, fake_uniform
+from rollouts.testing.fakes import FakeBackend, ScriptedEngine, fake_uniform
 from rollouts.types import (
     Completion,
-    ForwardBackwardResult,
-    GenerateRequest,
-    LossSpec,
-    RolloutBatch,
-    Sample,
     SamplingParams,
 )
 from tests.sim.fakes import NoLog
@@ -90,12 +83,12 @@ class SlotEngine(ScriptedEngine):
         self._disturbed = trio.Event()  # set and replaced when everything stops decoding
         self._aborts = 0
 
-    def choose_length(self, sample_id: str) -> int:
+    def choose_length(self, sample_id):
         """Tokens of the whole response: lognormal, by sample."""
         normal = np.random.default_rng([SEED, *sample_id.encode()]).standard_normal()
         return max(1, round(MEAN_TOKENS * math.exp(SIGMA * normal - SIGMA**2 / 2)))
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request):
         sample_id, *done = request.request_id.split("@")
         length = self.choose_length(sample_id)
         self.longest_tokens = max(self.longest_tokens, length)
@@ -113,7 +106,7 @@ class SlotEngine(ScriptedEngine):
             finish_reason="stop" if count == left else "abort",
         )
 
-    async def _decode(self, versions: list[int], left: int, aborts: int):
+    async def _decode(self, versions, left, aborts):
         while len(versions) < left and self._aborts == aborts:
             await self._moving.wait()
             began, version, most = trio.current_time(), self._version, left - len(versions)
@@ -126,7 +119,7 @@ class SlotEngine(ScriptedEngine):
         disturbed, self._disturbed = self._disturbed, trio.Event()
         disturbed.set()
 
-    async def pause(self, mode: PauseMode):
+    async def pause(self, mode):
         assert mode == "keep", mode
         self._moving = trio.Event()
         self._disturb()
@@ -145,11 +138,11 @@ class SlotEngine(ScriptedEngine):
 class SlowBackend(FakeBackend):
     """A FakeBackend of which only forward_backward takes time."""
 
-    def __init__(self, train_s: float):
+    def __init__(self, train_s):
         super().__init__(0.0, 0.0, {})
         self._train_s = train_s
 
-    def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> FakeFuture[ForwardBackwardResult]:
+    def forward_backward(self, batch, loss):
         future = super().forward_backward(batch, loss)
         self._free_at += self._train_s
         future.done_at = self._free_at
@@ -168,7 +161,7 @@ class _StepLog(NoLog):
         self.times.append(trio.current_time())
         await trio.lowlevel.checkpoint()
 
-    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]):
+    async def log_samples(self, stage, step, policy_version, samples):
         sampled = [sample.weight_versions[sample.loss_mask].tolist() for sample in samples]
         self.tokens += [float(sum(map(len, sampled)))] if sampled else []
         self.mixed += sum(len(set(versions)) > 1 for versions in sampled)
@@ -176,11 +169,11 @@ class _StepLog(NoLog):
 
 
 class _SilentTokenizer(FakeTokenizer):
-    def decode(self, token_ids, *, skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids, *, skip_special_tokens=True):
         return ""
 
 
-def run_overlap(setting: OverlapSetting) -> OverlapReport:
+def run_overlap(setting):
     """Runs a setting. Deterministic but for the order in which trio runs what is due at one moment."""
     clock = trio.testing.MockClock(autojump_threshold=0)
     log, engine, statistics, lags = trio.run(_run, setting, clock=clock)
@@ -196,7 +189,7 @@ def run_overlap(setting: OverlapSetting) -> OverlapReport:
     )
 
 
-async def _run(setting: OverlapSetting) -> tuple[_StepLog, SlotEngine, Mapping[str, float], list[float]]:
+async def _run(setting):
     config = RLTrainingConfig.model_validate(
         {
             "data": {"kind": "jsonl", "path": "unused.jsonl"},

@@ -20,7 +20,7 @@ from tests.sim.invariants import Invariant
 # --- weight sync --------------------------------------------------------------------------------------------
 
 
-def publish_before_verify(patch: pytest.MonkeyPatch):
+def publish_before_verify(patch):
     real = sync.sync_weights_to_engines
 
     async def sync_eagerly(
@@ -35,7 +35,7 @@ def publish_before_verify(patch: pytest.MonkeyPatch):
     patch.setattr(sync, "sync_weights_to_engines", sync_eagerly)
 
 
-def forget_to_resume(patch: pytest.MonkeyPatch):
+def forget_to_resume(patch):
     """After an update that failed."""
 
     async def do_nothing(self):
@@ -44,7 +44,7 @@ def forget_to_resume(patch: pytest.MonkeyPatch):
     patch.setattr(update.EngineUpdate, "_resume_anyway", do_nothing)
 
 
-def commit_without_proof(patch: pytest.MonkeyPatch):
+def commit_without_proof(patch):
     """The version that an engine reports is believed."""
     patch.setattr(update, "check_agreement", lambda proof, *, tolerance: None)
     patch.setattr(update, "check_change", lambda previous, now: None)
@@ -53,7 +53,7 @@ def commit_without_proof(patch: pytest.MonkeyPatch):
 # --- fleet --------------------------------------------------------------------------------------------------
 
 
-def deliver_during_updates(patch: pytest.MonkeyPatch):
+def deliver_during_updates(patch):
     """Replies are not held back until their engine has proven what made them."""
 
     async def deliver(self, call):
@@ -63,13 +63,13 @@ def deliver_during_updates(patch: pytest.MonkeyPatch):
     patch.setattr(FleetMember, "_accept", lambda self, completion: None)
 
 
-def forget_failed_requests(patch: pytest.MonkeyPatch):
+def forget_failed_requests(patch):
     """A request whose engine failed is never asked again."""
 
     patch.setattr(fleet, "back_off_s", lambda *numbers: math.inf)
 
 
-def keep_the_seat_of_failed_requests(patch: pytest.MonkeyPatch):
+def keep_the_seat_of_failed_requests(patch):
     real = Fleet._leave_seat
 
     def leave(self, call, live):
@@ -79,7 +79,7 @@ def keep_the_seat_of_failed_requests(patch: pytest.MonkeyPatch):
     patch.setattr(Fleet, "_leave_seat", leave)
 
 
-def serve_restarted_engines(patch: pytest.MonkeyPatch):
+def serve_restarted_engines(patch):
     """Without an update: with the weights that the server began with."""
     real = FleetMember._come_back
 
@@ -94,12 +94,12 @@ def serve_restarted_engines(patch: pytest.MonkeyPatch):
 # --- manager ------------------------------------------------------------------------------------------------
 
 
-def lose_prompts_of_failed_groups(patch: pytest.MonkeyPatch):
+def lose_prompts_of_failed_groups(patch):
     """The prompts of groups that engines failed are not given back."""
     patch.setattr(collector, "INFRASTRUCTURE", "no class")
 
 
-def count_trained_groups_twice(patch: pytest.MonkeyPatch):
+def count_trained_groups_twice(patch):
     real = Collector.deliver
 
     def deliver(self):
@@ -110,7 +110,7 @@ def count_trained_groups_twice(patch: pytest.MonkeyPatch):
     patch.setattr(Collector, "deliver", deliver)
 
 
-def give_back_what_trained(patch: pytest.MonkeyPatch):
+def give_back_what_trained(patch):
     """The prompt of a group that trains is drawn again in the same epoch."""
     real = Collector.deliver
 
@@ -123,7 +123,7 @@ def give_back_what_trained(patch: pytest.MonkeyPatch):
     patch.setattr(Collector, "deliver", deliver)
 
 
-def accept_late_replies(patch: pytest.MonkeyPatch):
+def accept_late_replies(patch):
     """Nothing asks how old the weights of an answer are: not the choice of a batch, not what waits for one,
     not the loop.
     """

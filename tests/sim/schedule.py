@@ -58,7 +58,7 @@ class FleetSchedule:
     ends_at: float  # that step; or those seconds
 
 
-def draw_fleet_schedule(seed: int) -> FleetSchedule:
+def draw_fleet_schedule(seed):
     """The schedule of an integer: at least 3 engines, 4 weight syncs, 200 requests and 10 planned faults."""
     draw = random.Random(f"fleet schedule {seed}")
     sync_every = draw.choice([1, 1, 2, 3])
@@ -117,7 +117,7 @@ def draw_fleet_schedule(seed: int) -> FleetSchedule:
     )
 
 
-def _draw_servers(draw: random.Random) -> tuple[SimulatedServer, ...]:
+def _draw_servers(draw):
     count, joining = draw.randint(LEAST_ENGINES, 4), draw.choice([0, 0, 1])
     leaving = draw.randrange(count) if draw.random() < 0.3 else None  # two at least remain
     slots, token_s, load_s = draw.choice([4, 8]), draw.choice([0.1, 0.3]), draw.choice([0.2, 1.0, 2.0])

@@ -15,10 +15,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -33,15 +31,14 @@ from rollouts.filters import reward_std
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.rl import run_rl_training
-from rollouts.loops.steps import EncodeState, StepHooks
-from rollouts.protocols import TrainingBackend
+from rollouts.loops.steps import StepHooks
 from rollouts.testing.fakes import fake_uniform
-from rollouts.types import GenerateRequest, Sample, SampleGroup, SamplingParams
+from rollouts.types import GenerateRequest, SamplingParams
 from rollouts.weight_sync.sync import WeightSync
 from rollouts.weight_sync.update import SilenceLimits, make_probe
 from tests.sim.fakes import NoLog, RecordingBuffer, SimulatedBackend, SimulatedEngine
-from tests.sim.invariants import BrokenInvariant, Checkpoint, Checks, FleetReport, Trainer
-from tests.sim.schedule import LEAST_FAULTS, LEAST_REQUESTS, LEAST_SYNCS, FleetSchedule, SimulatedServer
+from tests.sim.invariants import BrokenInvariant, Checkpoint, Checks, Trainer
+from tests.sim.schedule import LEAST_FAULTS, LEAST_REQUESTS, LEAST_SYNCS
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 from tests.support.simulated_process import open_simulated_process
 
@@ -53,7 +50,7 @@ SETTLE_S, MOST_SETTLES = 120.0, 12  # at the end: waits for engines to come back
 VOCAB_SIZE = 258
 
 
-def run_fleet_simulation(schedule: FleetSchedule) -> FleetReport:
+def run_fleet_simulation(schedule):
     """Runs a schedule. Raises BrokenInvariant, whose note says how to see it again."""
     simulation = _Simulation(schedule)
     _seed_scheduler(schedule.seed)
@@ -76,7 +73,7 @@ def run_fleet_simulation(schedule: FleetSchedule) -> FleetReport:
     return simulation.report
 
 
-def _seed_scheduler(seed: int):
+def _seed_scheduler(seed):
     """Which of several tasks that wake at once runs first is drawn from the seed too, so that a seed repeats
     its run.
     """
@@ -86,7 +83,7 @@ def _seed_scheduler(seed: int):
     _run._r.seed(seed)
 
 
-def _find_broken(error: BaseException) -> BrokenInvariant | None:
+def _find_broken(error):
     """The invariant in an error or a group of them; the code's own assertions are one."""
     if isinstance(error, BaseExceptionGroup):
         found = [_find_broken(inner) for inner in error.exceptions]
@@ -101,10 +98,10 @@ def _find_broken(error: BaseException) -> BrokenInvariant | None:
 
 
 class _Watcher(trio.abc.Instrument):
-    def __init__(self, simulation: _Simulation):
+    def __init__(self, simulation):
         self._simulation = simulation
 
-    def after_task_step(self, task: trio.lowlevel.Task):
+    def after_task_step(self, task):
         self._simulation.check_event()
 
 
@@ -112,7 +109,7 @@ class _Watcher(trio.abc.Instrument):
 
 
 class _Simulation(Checks):
-    def __init__(self, schedule: FleetSchedule):
+    def __init__(self, schedule):
         super().__init__(schedule)
         self.members = [server.name for server in schedule.servers if not server.joins_at_s]
         self.chat_generate = make_chat_generate(FakeTokenizer())
@@ -148,7 +145,7 @@ class _Simulation(Checks):
             if self.broken is None:
                 self.check_report()
 
-    async def come_and_go(self, server: SimulatedServer):
+    async def come_and_go(self, server):
         """Lets a server join and leave whatever fleet there is at the time."""
         if server.joins_at_s:
             await trio.sleep_until(server.joins_at_s)
@@ -164,7 +161,7 @@ class _Simulation(Checks):
 
     # --- one trainer ----------------------------------------------------------------------------------------
 
-    async def live(self) -> bool:
+    async def live(self):
         """Whether this trainer has finished the run, or its successor is not to try."""
         self.lives += 1
         schedule = self.schedule
@@ -181,7 +178,7 @@ class _Simulation(Checks):
         self.report.outcome = "completed" if outcome == "completed" else "gave up"
         return outcome == "completed"
 
-    async def train(self) -> str:
+    async def train(self):
         """Why this trainer ended."""
         try:
             async with self.open_trainer() as trainer, trio.open_nursery() as nursery:
@@ -202,7 +199,7 @@ class _Simulation(Checks):
         raise AssertionError("unreachable")
 
     @asynccontextmanager
-    async def open_trainer(self) -> AsyncIterator[Trainer]:
+    async def open_trainer(self):
         schedule, saved = self.schedule, self.checkpoint
         engines = {}
         members = [self.make_member(name, engines) for name in self.members]
@@ -261,7 +258,7 @@ class _Simulation(Checks):
                 for engine in engines.values():
                     engine.close()
 
-    async def train_until_it_ends(self, trainer: Trainer) -> str:
+    async def train_until_it_ends(self, trainer):
         schedule, start = self.schedule, self.checkpoint.step
         hooks = StepHooks(
             hold_state=self.hold_state, save=self.save, checkpoint_every=schedule.checkpoint_every
@@ -280,7 +277,7 @@ class _Simulation(Checks):
         self.check_books(trainer)
         return "completed" if start + len(history) == schedule.config.steps else "stopped"
 
-    async def visit(self, trainer: Trainer, number: int):
+    async def visit(self, trainer, number):
         """Asks the fleet all the time, also while it is updated, as an evaluation does, and looks at every
         answer.
         """
@@ -309,12 +306,12 @@ class _Simulation(Checks):
 
     async def sync_weights(
         self,
-        backend: TrainingBackend,
-        engines: Sequence[Any],
-        version: int,
+        backend,
+        engines,
+        version,
         *,
-        released: trio.Event | None = None,
-    ) -> Mapping[str, float]:
+        released=None,
+    ):
         trainer = self.trainer
         trainer.syncing = version
         metrics = await trainer.sync(backend, engines, version, released=released)
@@ -327,7 +324,7 @@ class _Simulation(Checks):
             )
         return metrics
 
-    def hold_state(self) -> EncodeState:
+    def hold_state(self):
         """What a checkpoint of this moment holds. Requests the stop that the schedule wants."""
         trainer = self.trainer
         self.check_books(trainer)
@@ -346,12 +343,12 @@ class _Simulation(Checks):
 
         return encode
 
-    async def save(self, step: int, encode: EncodeState):
+    async def save(self, step, encode):
         await trio.lowlevel.checkpoint()
         self.checkpoint = encode()["checkpoint"]
         assert self.checkpoint.step == step, (self.checkpoint.step, step)
 
-    def make_member(self, name: str, engines: dict[str, SimulatedEngine]) -> Member:
+    def make_member(self, name, engines):
         server = self.servers[name]
         engine = engines[name] = SimulatedEngine(
             self.processes[name], server.dialect, silence_s=self.schedule.silence_s
@@ -362,13 +359,13 @@ class _Simulation(Checks):
             self.processes[name].wait_exited if server.is_watched else None,
         )
 
-    def name_weights(self, lineage: list[str]) -> str:
+    def name_weights(self, lineage):
         """What the next step makes of the weights; the same step of another trainer makes others."""
         step = len(lineage)
         skipped = fake_uniform(self.schedule.seed, "skipped", step) < self.schedule.skipped_step_rate
         return lineage[-1] if skipped else f"w{step}.{self.lives}"
 
-    async def reward(self, sample: Sample) -> float:
+    async def reward(self, sample):
         seed = self.schedule.seed
         await trio.sleep(self.schedule.reward_s * int(4 * fake_uniform(seed, "takes", sample.id)))
         if fake_uniform(seed, "reward fails", sample.id) < self.schedule.failed_reward_rate:
@@ -379,20 +376,20 @@ class _Simulation(Checks):
             return math.nan
         return fake_uniform(seed, "reward", sample.id)
 
-    async def rank(self, group: SampleGroup) -> float:
+    async def rank(self, group):
         await trio.lowlevel.checkpoint()
         return reward_std(group)
 
-    async def filter(self, group: SampleGroup) -> bool:
+    async def filter(self, group):
         await trio.lowlevel.checkpoint()
         return fake_uniform(self.schedule.seed, "filter", group.group_index) >= self.schedule.drop_rate
 
-    def warn(self, text: str):
+    def warn(self, text):
         self.report.warnings += 1
 
     # --- the end --------------------------------------------------------------------------------------------
 
-    async def settle(self, trainer: Trainer):
+    async def settle(self, trainer):
         """Waits until all who can serve do, and looks for what was left behind."""
         for _ in range(MOST_SETTLES):
             await trio.sleep(SETTLE_S)
@@ -407,7 +404,7 @@ class _Simulation(Checks):
         self.check_idle(trainer)
         self.report.statistics = trainer.manager.statistics()
 
-    def find_missing(self, trainer: Trainer) -> list[str]:
+    def find_missing(self, trainer):
         """Members that could serve, and do not."""
         return [
             member.name
@@ -420,7 +417,7 @@ class _Simulation(Checks):
             )
         ]
 
-    def check_idle(self, trainer: Trainer):
+    def check_idle(self, trainer):
         fleet = trainer.fleet
         left = {
             "requests": len(fleet._calls),
@@ -454,7 +451,7 @@ class _Simulation(Checks):
         if np.any(np.less(had, (LEAST_SYNCS, LEAST_REQUESTS, LEAST_FAULTS))):
             self.broken = BrokenInvariant("minimum", f"syncs, requests, faults: {had}")
 
-    def describe(self) -> str:
+    def describe(self):
         if self.trainer is None:
             return "no trainer"
         states = "; ".join(member.describe() for member in self.trainer.fleet._members)

@@ -12,7 +12,7 @@ from tests.support.text_tables import cases
 GENERATE_S = 8.0  # of a batch on a full engine: 400 tokens of 0.02 s
 
 
-def make_setting(ratio: float, max_staleness: int, **options: float) -> OverlapSetting:
+def make_setting(ratio, max_staleness, **options):
     train_s = GENERATE_S / ratio
     times = {"hold_s": 0.01 * train_s, "export_s": 0.03 * train_s, "pause_s": 0.01 * train_s, **options}
     return OverlapSetting(max_staleness=max_staleness, train_s=train_s, steps=30, warm_up=12, **times)
@@ -46,4 +46,4 @@ def test_a_small_bound_is_kept_and_costs_time_instead_of_samples(staleness: int)
     report = run_overlap(make_setting(1.0, staleness))
     assert report.lag_max <= staleness
     assert report.stale == 0
-    assert report.mixed > 0, "updates reach requests in flight"
+    assert report.mixed > 0  # updates reach requests in flight

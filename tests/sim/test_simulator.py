@@ -12,6 +12,7 @@ from tests.sim.planted_bugs import PLANTED_BUGS
 from tests.sim.schedule import draw_fleet_schedule
 from tests.sim.simulator import BrokenInvariant, run_fleet_simulation
 from tests.support.fault_plan import AnyFault
+from tests.support.text_tables import cases
 
 FIRST_SEEDS, SEEDS = 20, 120  # in every run of the tests, and with the slow ones; --sim-seeds takes more
 FIRST_BLOCK, BLOCK = 20, 25  # seeds of one test
@@ -25,7 +26,7 @@ def quiet(caplog):
     caplog.set_level(logging.CRITICAL, logger="rollouts")
 
 
-def run_seeds(first_seed: int, count: int):
+def run_seeds(first_seed, count):
     """Runs the schedules of these seeds, each of which has all that a run must have, and looks at what they
     were together.
     """
@@ -48,20 +49,20 @@ def run_seeds(first_seed: int, count: int):
     assert totals["undisturbed"] >= 0.8 * count, (
         totals
     )  # no fault was so bad that a trainer had to be started again
-    assert set(faults) == FAULTS, "a kind of fault never struck: it would prove nothing"
+    assert set(faults) == FAULTS  # else a kind of fault never struck: it would prove nothing
     assert totals["resumed"] > 0 and totals["mixed samples"] > 0 and totals["replayed"] > 0, totals
     assert totals["released"] > 0 and totals["saved in flight"] > 0, (
         totals
     )  # updates went on beside training, and generation beside both
 
 
-@pytest.mark.parametrize("first_seed", range(0, FIRST_SEEDS, FIRST_BLOCK))
+@cases("first_seed", range(0, FIRST_SEEDS, FIRST_BLOCK))
 def test_training_survives_whatever_goes_wrong_with_its_servers(first_seed):
     run_seeds(first_seed, FIRST_BLOCK)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first_seed", range(FIRST_SEEDS, SEEDS, BLOCK))
+@cases("first_seed", range(FIRST_SEEDS, SEEDS, BLOCK))
 def test_training_survives_many_schedules(first_seed):
     run_seeds(first_seed, BLOCK)
 
@@ -75,7 +76,7 @@ def test_a_seed_repeats_its_run():
     assert run_fleet_simulation(schedule) == run_fleet_simulation(schedule)
 
 
-def find_broken(seeds: range) -> tuple[int, BrokenInvariant]:
+def find_broken(seeds):
     """The first of the seeds whose run breaks an invariant."""
     for seed in seeds:
         try:
@@ -85,7 +86,7 @@ def find_broken(seeds: range) -> tuple[int, BrokenInvariant]:
     pytest.fail(f"not found in {len(seeds)} seeds")
 
 
-@pytest.mark.parametrize("plant", PLANTED_BUGS)
+@cases("plant", PLANTED_BUGS)
 def test_a_planted_bug_is_found(plant, monkeypatch):
     plant(monkeypatch)
     seed, broken = find_broken(range(MOST_SEEDS_FOR_A_BUG))

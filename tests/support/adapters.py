@@ -1,33 +1,27 @@
 """Adapters with random matrices, beside small models, and the same in `peft`."""
 
 import copy
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
-from typing import Any
+from contextlib import asynccontextmanager
 
 import torch
-from torch import Tensor
 
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.config.model import LoraConfig
-from rollouts.engines.local import LocalEngine, open_local_engine
 from rollouts.models.export import write_description, write_safetensors
 from rollouts.models.lora import (
     ADAPTERS,
     WEIGHTS_FILE,
-    Adapter,
     make_adapter,
     prepare_places,
     route_all,
     use_adapters,
 )
-from tests.support.plain_backend import OPTIM
+from tests.support.plain_backend import OPTIM, open_engine_of
 
 IDS = torch.tensor([[5, 1, 7, 7, 3, 9, 2, 8]])
 
 
-def randomize(adapter: Adapter, seed: int) -> Adapter:
+def randomize(adapter, seed):
     """The adapter, with no matrix of 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -36,7 +30,7 @@ def randomize(adapter: Adapter, seed: int) -> Adapter:
     return adapter
 
 
-def make_random(model, base: Path, *, seed: int = 0, scalar: bool = False, **config) -> Adapter:
+def make_random(model, base, *, seed=0, scalar=False, **config):
     """An adapter of the model, which is the one in `base`, of rank 4 unless `config` says another."""
     if not hasattr(model, ADAPTERS):
         prepare_places(model.requires_grad_(False), base)
@@ -44,7 +38,7 @@ def make_random(model, base: Path, *, seed: int = 0, scalar: bool = False, **con
     return randomize(make_adapter(model, LoraConfig(**config), scalar=scalar), seed)
 
 
-def save_random(model, base: Path, folder: Path, **options) -> Adapter:
+def save_random(model, base, folder, **options):
     """make_random, written to a directory."""
     adapter = make_random(model, base, **options)
     write_description(adapter, folder)
@@ -52,7 +46,7 @@ def save_random(model, base: Path, folder: Path, **options) -> Adapter:
     return adapter
 
 
-def run(model, adapter: Adapter | None = None) -> Tensor:
+def run(model, adapter=None):
     """The logits of a few tokens."""
     with use_adapters(model, route_all(adapter)):
         return model(input_ids=IDS, use_cache=False).logits
@@ -66,7 +60,7 @@ def wrap(model, **options):
     return peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**options)).eval()
 
 
-def fill(wrapped, weights: Mapping[str, Tensor]):
+def fill(wrapped, weights):
     """Gives a model of `peft` these matrices, which are all that it has."""
     import peft
 
@@ -74,9 +68,7 @@ def fill(wrapped, weights: Mapping[str, Tensor]):
     peft.set_peft_model_state_dict(wrapped, {name: one.detach() for name, one in weights.items()})
 
 
-def open_trained(
-    path: Path, *, lora: Mapping[str, Any] | None = None, **options
-) -> AbstractAsyncContextManager[Any]:
+def open_trained(path, *, lora=None, **options):
     """A backend that trains an adapter of the model in a directory."""
     config = LoraConfig(**{"rank": 4, **(lora or {})}).model_dump()
     return open_pytorch_backend(
@@ -85,17 +77,10 @@ def open_trained(
 
 
 @asynccontextmanager
-async def open_both(path: Path, mode="shared") -> AsyncIterator[tuple[Any, LocalEngine]]:
+async def open_both(path, mode="shared"):
     """A backend of an adapter, which is not 0, and an engine that generates with it."""
     async with open_trained(path) as backend:
         randomize(backend.trainer.adapter, seed=0)
-        async with open_local_engine(
-            backend.model,
-            device_thread=backend.device_thread,
-            mode=mode,
-            adapter=backend.trainer.adapter,
-            trainer_version=lambda: backend.weight_version,
-            max_rows=8,
-            max_context=160,
-        ) as engine:
+        options = {"adapter": backend.trainer.adapter, "max_rows": 8, "max_context": 160}
+        async with open_engine_of(backend, mode, **options) as engine:
             yield backend, engine

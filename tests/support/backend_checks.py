@@ -7,13 +7,11 @@ from dataclasses import replace
 import numpy as np
 
 from rollouts.errors import BackendError, NonFiniteSteps
-from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.inputs import clear_masked, sum_tokens
 from rollouts.testing.torch_contracts import (
     HERE,
     SFT,
     STEP,
-    OpenBackend,
     assert_weights_equal,
     make_batch,
     raised_by,
@@ -22,7 +20,7 @@ from rollouts.testing.torch_contracts import (
 from rollouts.types import LossSpec, OptimParams
 
 
-async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend):
+async def check_slopes_and_weights_of_tokens(open_backend):
     """Asked for, a step says of every token its log-prob, the loss's slope there and the correction's weight,
     as formulas have them; else nothing.
 
@@ -43,12 +41,12 @@ async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend):
         clipped = await backend.forward_backward(both, LossSpec("ppo_clip", per_token=True))
         silent = await backend.forward_backward(both, LossSpec("ppo_clip"))
         bad = await backend.forward_backward(both, LossSpec(f"{HERE}:nan_loss", per_token=True))
-    assert silent.per_token is None and silent.loss == clipped.loss, "asking changes nothing"
+    assert silent.per_token is None and silent.loss == clipped.loss  # asking changes nothing
     assert bad.skipped is not None and bad.per_token is None
     traced = clipped.per_token
     for arrays in (traced.log_probs, traced.slopes, traced.weights):
         assert [(len(row), row.dtype) for row in arrays] == [(len(row), np.float32) for row in own]
-        assert not join(arrays)[~mask].any(), "0.0 outside the mask"
+        assert not join(arrays)[~mask].any()  # 0.0 outside the mask
     np.testing.assert_allclose(join(traced.log_probs), join(own), atol=2e-5)
     ratio = np.exp(join(traced.log_probs) - join(old))
     weights = np.minimum(np.exp(join(old) - join(batch.rollout_log_probs)), 2.0) * mask
@@ -58,23 +56,29 @@ async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend):
     np.testing.assert_allclose(join(traced.slopes), slopes, rtol=1e-4, atol=1e-9)
     terms = weights * np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
     assert abs(-terms.sum() / mask.sum() - clipped.loss) < 1e-5, (terms, clipped.loss)
-    assert (mask & ~through).any(), "the batch has tokens that the clip cuts"
+    assert (mask & ~through).any()  # the batch has tokens that the clip cuts
 
 
-async def check_entropies_come_with_log_probs(open_backend: OpenBackend):
+async def check_entropies_come_with_log_probs(open_backend):
     """forward_with_entropy gives what forward gives, and entropies of the tokens that train, whose mean a
-    step reports too, unless the head is a scalar.
+    step reports too, unless the head is a scalar; asked for them, hidden states along 16 directions too.
     """
     batch = make_batch()
     async with open_backend() as backend:
         plain = await backend.forward(batch)
         log_probs, entropies = map(np.concatenate, await backend.forward_with_entropy(batch))
         metric = (await backend.forward_backward(batch, SFT)).metrics.get("entropy/mean")
+        found = await backend.forward_with_entropy(batch, project=metric is not None)
     np.testing.assert_array_equal(log_probs, np.concatenate(plain))
-    assert metric is None or abs(entropies.sum() / batch.response_lengths.sum() - metric.value) < 1e-5
+    if metric is None:
+        return
+    rows, mask = np.asarray([*map(np.concatenate, found)]), np.concatenate(batch.loss_masks)
+    np.testing.assert_array_equal(rows[:2], [log_probs, entropies])
+    assert len(rows) == 18 and not rows[:, ~mask].any() and rows[2:, mask].all()
+    assert abs(entropies.sum() / batch.response_lengths.sum() - metric.value) < 1e-5
 
 
-async def check_too_many_non_finite_steps_raise(open_backend: OpenBackend):
+async def check_too_many_non_finite_steps_raise(open_backend):
     """The third in a row raises NonFiniteSteps; a good one in between starts the count again, and so does the
     error. A step that is given up does not stand between them.
     """
@@ -92,14 +96,14 @@ async def check_too_many_non_finite_steps_raise(open_backend: OpenBackend):
         assert (await backend.optim_step(STEP)).skipped is not None
 
 
-def scaled_loss(inputs: LossInputs, *, unit) -> LossOutput:
+def scaled_loss(inputs, *, unit):
     """linear, its advantages times a value that the batch has for each token."""
     inputs = clear_masked(inputs)
     losses = -inputs.extras["scale"] * inputs.need("advantages") * inputs.log_probs
     return sum_tokens(losses, inputs, unit, {})
 
 
-async def check_targets_and_values_of_the_batch_s_own(open_backend: OpenBackend):
+async def check_targets_and_values_of_the_batch_s_own(open_backend):
     """A last token that is to be predicted instead of the row's own is as if it were the row's own; and a
     loss that multiplies by a value is as one that is given the product.
     """
@@ -120,7 +124,7 @@ async def check_targets_and_values_of_the_batch_s_own(open_backend: OpenBackend)
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-async def check_a_loss_without_gradient_leaves_nothing(open_backend: OpenBackend):
+async def check_a_loss_without_gradient_leaves_nothing(open_backend):
     """compute_loss says what forward_backward says, with slopes of 0; what has accumulated stays as it is,
     also where the loss is not finite.
     """
@@ -148,7 +152,7 @@ async def check_a_loss_without_gradient_leaves_nothing(open_backend: OpenBackend
             np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-async def check_settings_of_a_step_are_of_that_step_alone(open_backend: OpenBackend):
+async def check_settings_of_a_step_are_of_that_step_alone(open_backend):
     """AdamW's betas, eps and decoupled decay, which is of matrices, as its formulas have them.
 
     With eps = lr = 1e6 a first step moves a weight by its gradient. The second is at the same weights.

@@ -3,8 +3,6 @@ throughput, memory and the attempt.
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 from rollouts.checkpoints.load import compute_sha256, list_checkpoints
 from rollouts.config.load import STAGES
@@ -29,7 +27,12 @@ def comparable(row):
     }
 
 
-def read_comparable(path: Path) -> list[dict[str, Any]]:
+def read_stage(path, stage="rl"):
+    """The rows of a stage, in file order."""
+    return [row for row in read_rows(path) if row["stage"] == stage]
+
+
+def read_comparable(path):
     """The rows of the newest attempt at each step, or at each evaluation of a step, in file order where they
     are of the same one.
     """
@@ -39,12 +42,12 @@ def read_comparable(path: Path) -> list[dict[str, Any]]:
     )
 
 
-def weights_digest(checkpoint: Path) -> str:
+def weights_digest(checkpoint):
     """SHA-256 of a checkpoint's weights."""
     return compute_sha256(checkpoint / "model.safetensors")
 
 
-def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
+def checkpoint_digests(checkpoint):
     """SHA-256 of every file of a checkpoint but its manifest, by relative path: weights, optimizer, random
     state, positions, the loop's state, and all of a critic's.
     """
@@ -55,9 +58,7 @@ def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
     }
 
 
-def find_differences(
-    left: Path, right: Path, *, stages: tuple[str, ...] = STAGES, stopped: bool = False
-) -> list[str]:
+def find_differences(left, right, *, stages=STAGES, stopped=False):
     """One line for each row file and each checkpoint in which the two run directories differ; empty if they
     are the same run.
 
@@ -76,7 +77,7 @@ def find_differences(
     return found
 
 
-def _row_differences(name: str, left: list[dict[str, Any]], right: list[dict[str, Any]]) -> list[str]:
+def _row_differences(name, left, right):
     if len(left) != len(right):
         return [f"{name} has {len(left)} rows on the left, {len(right)} on the right"]
     for a, b in zip(left, right, strict=True):
@@ -87,7 +88,7 @@ def _row_differences(name: str, left: list[dict[str, Any]], right: list[dict[str
     return []
 
 
-def _checkpoint_differences(stage: str, left: Path, right: Path, *, stopped: bool) -> list[str]:
+def _checkpoint_differences(stage, left, right, *, stopped):
     lefts, rights = dict(list_checkpoints(left)), dict(list_checkpoints(right))
     if not lefts.keys() <= rights.keys() or (lefts.keys() != rights.keys() and not stopped):
         return [f"{stage} has the checkpoints {sorted(lefts)} on the left, {sorted(rights)} on the right"]
@@ -100,7 +101,7 @@ def _checkpoint_differences(stage: str, left: Path, right: Path, *, stopped: boo
     return found
 
 
-def assert_same_run(left: Path, right: Path, *, stopped: bool = False):
+def assert_same_run(left, right, *, stopped=False):
     """Rows, and every file of every checkpoint: weights, optimizer, random state, the loop's state."""
     differences = find_differences(left, right, stopped=stopped)
     assert not differences, "\n".join(differences)

@@ -18,20 +18,18 @@ class FakeTokenizer:
     def __init__(self):
         self.encoded: list[str] = []  # every text that was tokenized
 
-    def apply_chat_template(
-        self, conversation, *, tokenize: bool = False, add_generation_prompt: bool = False
-    ) -> str:
+    def apply_chat_template(self, conversation, *, tokenize=False, add_generation_prompt=False):
         assert not tokenize
         turns = "".join(self.chat_template.format(**message) for message in conversation)
         return turns + ("<|start|>assistant\n" if add_generation_prompt else "")
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    def encode(self, text, *, add_special_tokens=False):
         assert not add_special_tokens
         self.encoded.append(text)
         parts = re.split(r"(<\|start\|>|<\|end\|>)", text)
         return [token for part in parts for token in ([SPECIAL[part]] if part in SPECIAL else part.encode())]
 
-    def decode(self, token_ids, *, skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids, *, skip_special_tokens=True):
         names = {token: b"" if skip_special_tokens else name.encode() for name, token in SPECIAL.items()}
         parts = (names.get(token, bytes([token % 256])) for token in token_ids)
         return b"".join(parts).decode(errors="replace")

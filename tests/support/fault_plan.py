@@ -12,7 +12,6 @@ before the one it names: one that was busy with an earlier fault does not save a
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -123,9 +122,7 @@ FaultPlan = tuple[Fault, ...]
 """Everything that goes wrong in a run."""
 
 
-def draw_fault_plan(
-    seed: int, *, engines: Sequence[str], count: int, requests: int, updates: int, horizon_s: float
-) -> FaultPlan:
+def draw_fault_plan(seed, *, engines, count, requests, updates, horizon_s):
     """The plan of an integer: `count` faults, spread over engines, requests, updates and seconds. Each ends
     by itself, or by a restart.
     """

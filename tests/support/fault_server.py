@@ -9,10 +9,10 @@ aborts every id that begins with the one it is given, and dies of a token id tha
 
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import httpx
 import msgspec
@@ -24,10 +24,8 @@ from rollouts.engines.vllm import SERVER_PREFIX, open_vllm_engine
 from rollouts.engines.wire import ADAPTER_PREFIX
 from rollouts.types import GenerateRequest, SamplingParams
 from tests.support.simulated_process import (
-    Answer,
     BadAnswer,
     ConnectionLost,
-    SimulatedProcess,
     open_simulated_process,
 )
 
@@ -62,12 +60,12 @@ class FaultServer(httpx.AsyncBaseTransport):
 
     def __init__(
         self,
-        process: SimulatedProcess,
-        dialect: DialectName,
+        process,
+        dialect,
         *,
-        settings: Mapping[str, Any] | None = None,
-        api_key: str | None = None,
-        model: str = "simulated",
+        settings=None,
+        api_key=None,
+        model="simulated",
     ):
         """`settings` replace what it says of its own: vLLM's config, SGLang's /server_info."""
         self.process = process
@@ -79,11 +77,11 @@ class FaultServer(httpx.AsyncBaseTransport):
         self.calls = []  # path with query, and body, in order of arrival
         self.overrides = {}
 
-    def paths(self, *of: str) -> list[str]:
+    def paths(self, *of):
         """The paths called so far; only those of `of` if some are given."""
         return [path for path, _ in self.calls if not of or path.split("?")[0] in of]
 
-    async def respond(self, target: str, key: str | None, content: bytes) -> Reply | None:
+    async def respond(self, target, key, content):
         """None where the connection breaks."""
         path, _, query = target.partition("?")
         body = json.loads(content or b"{}")
@@ -109,7 +107,7 @@ class FaultServer(httpx.AsyncBaseTransport):
             return Reply(_encode({"success": False, "message": str(bad)}), bad.status, headers)
         return said if isinstance(said, Reply) else Reply(said if isinstance(said, bytes) else _encode(said))
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request):
         """Raises what httpx raises over a network."""
         if not self.process.up:
             await trio.lowlevel.checkpoint()
@@ -125,10 +123,10 @@ class FaultServer(httpx.AsyncBaseTransport):
             raise httpx.RemoteProtocolError("peer closed connection without sending complete message body")
         return httpx.Response(reply.status, headers=reply.headers, content=reply.body)
 
-    def transport(self) -> httpx.AsyncBaseTransport:
+    def transport(self):
         return self
 
-    def open_engine(self, *, silence_s: float = 60.0, **options):
+    def open_engine(self, *, silence_s=60.0, **options):
         """The real client of this server's dialect, over no network."""
         opened = open_vllm_engine if self.dialect == "vllm" else open_sglang_engine
         options = {"vocab_size": self.process.vocab_size, "name": self.process.name} | options
@@ -136,11 +134,11 @@ class FaultServer(httpx.AsyncBaseTransport):
         return opened(self.url, **options)
 
 
-def _encode(value) -> bytes:
+def _encode(value):
     return json.dumps(msgspec.to_builtins(value)).encode()
 
 
-async def _common(server: FaultServer, path: str, body: dict[str, Any]):
+async def _common(server, path, body):
     if path == "/v1/models":
         return {"data": [{"id": "policy", "max_model_len": server.process.context_length}]}
     if path == "/update_weight_version":
@@ -152,7 +150,7 @@ async def _common(server: FaultServer, path: str, body: dict[str, Any]):
     return DONE
 
 
-async def _change_adapters(server: FaultServer, path: str, body: dict[str, Any]):
+async def _change_adapters(server, path, body):
     """vLLM says 500 to an adapter that it does not take, SGLang says what it has."""
     process, is_vllm, settings = server.process, server.dialect == "vllm", server.settings
     rank = settings.get("lora_config", settings).get("max_lora_rank")
@@ -173,7 +171,7 @@ async def _change_adapters(server: FaultServer, path: str, body: dict[str, Any])
     return b"Success" if is_vllm else DONE | {"loaded_adapters": dict.fromkeys(process.adapters, "")}
 
 
-async def _vllm(server: FaultServer, path: str, query: str, body: dict[str, Any]):
+async def _vllm(server, path, query, body):
     process = server.process
     match path:
         case "/inference/v1/generate":
@@ -218,7 +216,7 @@ async def _vllm(server: FaultServer, path: str, query: str, body: dict[str, Any]
     return DONE
 
 
-def _write_metrics(process: SimulatedProcess) -> bytes:
+def _write_metrics(process):
     waiting = len(process.waiting)
     counts = {
         "num_requests_running": len(process.running) - waiting,
@@ -232,14 +230,12 @@ def _write_metrics(process: SimulatedProcess) -> bytes:
     return "".join(["# HELP x\n", *lines]).encode()
 
 
-def _mode(text: str):
+def _mode(text):
     assert text in ("abort", "wait", "keep"), text
     return text
 
 
-async def _answer(
-    process: SimulatedProcess, server_id: str, ids: list[int], params: dict[str, Any], adapter: str | None
-) -> Answer:
+async def _answer(process, server_id, ids, params, adapter):
     sampling = SamplingParams(
         max_new_tokens=params.get("max_tokens", params.get("max_new_tokens", 16)),
         temperature=params.get("temperature", 1.0),
@@ -251,12 +247,12 @@ async def _answer(
     return await process.answer(request, server_id, adapter=adapter)
 
 
-def _send(record, answer: Answer) -> Reply:
+def _send(record, answer):
     body = answer.replaced_by or _encode(record)
     return Reply(body, arriving=None if answer.cut_at is None else min(answer.cut_at, len(body) - 1))
 
 
-async def _generate_vllm(process: SimulatedProcess, body: dict[str, Any]) -> Reply:
+async def _generate_vllm(process, body):
     params, ids = body.get("sampling_params", {}), body["token_ids"]
     server_id = SERVER_PREFIX + str(body.get("request_id") or f"unnamed-{process.requests}")
     if any(not 0 <= token < process.vocab_size for token in ids):
@@ -280,7 +276,7 @@ async def _generate_vllm(process: SimulatedProcess, body: dict[str, Any]) -> Rep
     return _send(record, answer)
 
 
-async def _sglang(server: FaultServer, path: str, query: str, body: dict[str, Any]):
+async def _sglang(server, path, query, body):
     process = server.process
     match path:
         case "/generate":
@@ -317,7 +313,7 @@ async def _sglang(server: FaultServer, path: str, query: str, body: dict[str, An
     return DONE
 
 
-async def _generate_sglang(process: SimulatedProcess, body: dict[str, Any]) -> Reply:
+async def _generate_sglang(process, body):
     rid, ids = str(body["rid"]), body["input_ids"]
     if any(not 0 <= token < process.vocab_size for token in ids):
         process.crash()  # IndexError in the embedding
@@ -342,13 +338,13 @@ async def _generate_sglang(process: SimulatedProcess, body: dict[str, Any]) -> R
 
 @asynccontextmanager
 async def open_fake_server(
-    dialect: DialectName,
+    dialect,
     *,
-    settings: Mapping[str, Any] | None = None,
-    api_key: str | None = None,
-    model: str = "simulated",
+    settings=None,
+    api_key=None,
+    model="simulated",
     **options,
-) -> AsyncIterator[FaultServer]:
+):
     """A server with a process of its own, made with `options`."""
     async with open_simulated_process(**options) as process:
         yield FaultServer(process, dialect, settings=settings, api_key=api_key, model=model)

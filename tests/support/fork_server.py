@@ -26,10 +26,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 from rollouts.processes.guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, find_children, prctl, reap
 
@@ -63,24 +63,24 @@ class Ended(NamedTuple):
 class ForkServer:
     """Made by open_fork_server. One run at a time; blocking."""
 
-    def __init__(self, process: subprocess.Popen[str]):
+    def __init__(self, process):
         self._process = process
 
-    def run(self, argv: Sequence[str], **options) -> Ended:
+    def run(self, argv, **options):
         """`start`, and then `wait`."""
         self.start(argv, **options)
         return self.wait()
 
     def start(
         self,
-        argv: Sequence[str],
+        argv,
         *,
-        output: Path,
-        errors: Path | None = None,
-        environ: Mapping[str, str] | None = None,
-        processes: Sequence[Mapping[str, str]] = ALONE,
+        output,
+        errors=None,
+        environ=None,
+        processes=ALONE,
         **options,
-    ) -> list[int]:
+    ):
         """Starts the program; the ids of its processes, one for each of `processes`, in whose environment it
         has those variables besides.
 
@@ -101,19 +101,19 @@ class ForkServer:
         self._process.stdin.flush()
         return self._read_reply()["pids"]
 
-    def wait(self) -> Ended:
+    def wait(self):
         """Returns when the program that was started has ended, on all its processes."""
         ended = Ended(**self._read_reply())
         return ended._replace(returncodes=tuple(ended.returncodes), leftover=tuple(ended.leftover))
 
-    def _read_reply(self) -> dict[str, Any]:
+    def _read_reply(self):
         reply = self._process.stdout.readline()
         if not reply:
             raise RuntimeError(f"the fork server ended with {self._process.wait()}; what it said is above")
         return json.loads(reply)
 
 
-def place_ranks(count: int) -> tuple[Mapping[str, str], ...]:
+def place_ranks(count):
     """For `processes`: the environment of each of so many ranks on this machine; of one, that of a lone
     process.
     """
@@ -127,9 +127,7 @@ def place_ranks(count: int) -> tuple[Mapping[str, str], ...]:
 
 
 @contextmanager
-def open_fork_server(
-    program: str, *, imports: Sequence[str] = (), environ: Mapping[str, str] | None = None
-) -> Iterator[ForkServer]:
+def open_fork_server(program, *, imports=(), environ=None):
     """A server for `program`, "module:function" of one argument, argv, that returns an exit code; with the
     modules of `imports` loaded too.
     """
@@ -154,7 +152,7 @@ def main():
     for name in (module, *sys.argv[2:]):
         importlib.import_module(name)
     program = getattr(importlib.import_module(module), function)
-    assert threading.active_count() == 1, "an import started a thread; forking is not sound"
+    assert threading.active_count() == 1  # else an import started a thread: forking is not sound
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     with os.fdopen(os.dup(1), "w") as replies:
@@ -166,7 +164,7 @@ def main():
             print(json.dumps(_watch(pids, request, started)._asdict()), file=replies, flush=True)
 
 
-def _start(program, request: Mapping[str, Any]) -> list[int]:
+def _start(program, request):
     server, pids = os.getpid(), []
     for environ in request["processes"]:
         pid = os.fork()
@@ -176,7 +174,7 @@ def _start(program, request: Mapping[str, Any]) -> list[int]:
     return pids
 
 
-def _watch(pids: Sequence[int], request: Mapping[str, Any], started: float) -> Ended:
+def _watch(pids, request, started):
     """How it ended. Whatever still runs is not reaped, so its id is still its own."""
     codes = {}
     limit = started + request["limit_s"]
@@ -206,12 +204,12 @@ def _watch(pids: Sequence[int], request: Mapping[str, Any], started: float) -> E
     return Ended((failed or [0])[0], ordered, ended - started, ended - first_end, timed_out, leftover)
 
 
-def _signal(pids: Sequence[int], number: signal.Signals):
+def _signal(pids, number):
     for pid in pids:
         os.kill(pid, number)
 
 
-def _become(program, request: Mapping[str, Any], environ: Mapping[str, str], server: int) -> NoReturn:
+def _become(program, request, environ, server):
     """In the child: the program, and then the end."""
     code = 1
     try:
@@ -237,7 +235,7 @@ def _become(program, request: Mapping[str, Any], environ: Mapping[str, str], ser
         os._exit(code)
 
 
-def _drain() -> tuple[str, ...]:
+def _drain():
     """Command lines of the children that have not ended after DRAIN_S; they are killed."""
     deadline = time.monotonic() + DRAIN_S
     while (reap(), find_children())[1] and (left := deadline - time.monotonic()) > 0:

@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,6 @@ from rollouts.checkpoints.load import find_newest_checkpoint, load_trainer_state
 from rollouts.crash_points import LIST_VARIABLE, POINTS
 from rollouts.metrics.jsonl import newest_attempts, read_rows
 from rollouts.run_dir import RunDir, parse_step
-from rollouts.types import JSONValue
 from tests.support.compare_runs import find_differences
 from tests.support.fork_server import Ended, ForkServer, open_fork_server, place_ranks
 
@@ -72,7 +71,7 @@ class Cut:
     optional: bool = False  # a point that need not be reached: an attempt that resumes may have less to do
     fresh: bool = False  # a process that imports everything anew, so that it can be killed while it does
 
-    def __str__(self) -> str:
+    def __str__(self):
         return (self.point or f"{self.after_s:.3f} s on rank {self.rank}") + (
             " (fresh)" if self.fresh else ""
         )
@@ -90,7 +89,7 @@ class Attempt:
     committed: Mapping[str, int]  # by stage, the steps that were complete on disk when it began
 
     @property
-    def was_killed(self) -> bool:
+    def was_killed(self):
         return -signal.SIGKILL in self.ended.returncodes and not self.ended.timed_out
 
 
@@ -103,7 +102,7 @@ class Outcome:
     violations: tuple[str, ...]
 
     @property
-    def kills(self) -> int:
+    def kills(self):
         return sum(attempt.was_killed for attempt in self.attempts)
 
 
@@ -135,7 +134,7 @@ class KillHarness:
         violations = self._find_violations(self.reference, [Attempt(UNDISTURBED, ended, {})])
         assert not violations, violations
 
-    def kill(self, name: str, cuts: Sequence[Cut]) -> Outcome:
+    def kill(self, name, cuts):
         """Kills a run by each of `cuts` in turn, lets it finish, and compares. Its directory is removed if
         there was no violation.
         """
@@ -162,7 +161,7 @@ class KillHarness:
             self._output(out).unlink(missing_ok=True)
         return Outcome(name, tuple(attempts), tuple(violations))
 
-    def plan_points(self, *, once: bool = False) -> dict[str, list[Cut]]:
+    def plan_points(self, *, once=False):
         """By name of a run, its cuts: every point that a rank of the unbroken run reaches, the first, middle
         and last time; the points of a resumed start, after a kill in the middle; and every point in two
         attempts running. Of several ranks each is killed at its points, in the middle only: where in the run
@@ -186,13 +185,13 @@ class KillHarness:
                 plan[f"{point}-1"] = [saved, Cut(f"{point}:1")]
         return plan
 
-    def draw_cuts(self, seed: int, *, fresh: bool = False) -> list[Cut]:
+    def draw_cuts(self, seed, *, fresh=False):
         """One or two random instants of the unbroken run's duration, made of the seed. `fresh`: one
         instant of a start that imports anew.
         """
         draw = random.Random(f"{self.job.name}/{seed}")
         if fresh:
-            assert self.job.ranks == 1, "a launcher that is killed leaves its ranks to themselves"
+            assert self.job.ranks == 1  # a launcher that is killed leaves its ranks to themselves
             return [Cut(after_s=draw.uniform(0, 4 * self.wall_s), fresh=True)]
         return [
             Cut(after_s=draw.uniform(0, self.wall_s), rank=draw.randrange(self.job.ranks))
@@ -200,19 +199,19 @@ class KillHarness:
         ]
 
     @property
-    def _temporary(self) -> Path:
+    def _temporary(self):
         return self.root / "tmp"
 
-    def _find_violations(self, out: Path, attempts: Sequence[Attempt]) -> list[str]:
+    def _find_violations(self, out, attempts):
         left = [
             f"{path} was left behind" for path in self._temporary.iterdir() if path.name not in self.usual
         ]
         return [*left, *find_violations(self.job, out, attempts, self._output(out))]
 
-    def _output(self, out: Path) -> Path:
+    def _output(self, out):
         return out.with_name(f"{out.name}.output")
 
-    def _start(self, out: Path, cut: Cut, *, resume: bool, lists: Sequence[Path] = ()) -> Ended:
+    def _start(self, out, cut, *, resume, lists=()):
         argv = [*self.job.arguments, "--output.dir", str(out), *(["--resume"] if resume else [])]
         listings = [{LIST_VARIABLE: str(path)} for path in lists] or [{}] * self.job.ranks
         point = {"ROLLOUTS_CRASH_AT": cut.point} if cut.point is not None else {}
@@ -233,7 +232,7 @@ class KillHarness:
 
 
 @contextmanager
-def open_kill_harness(job: Job, root: Path, *, server: ForkServer | None = None) -> Iterator[KillHarness]:
+def open_kill_harness(job, root, *, server=None):
     """A harness for `job` that has made the unbroken run, in `root`/unbroken. `server`: one for train.py that
     is there already.
     """
@@ -253,13 +252,13 @@ def open_kill_harness(job: Job, root: Path, *, server: ForkServer | None = None)
 # --- the promises -------------------------------------------------------------------------------------------
 
 
-def read_committed(out: Path, stages: Sequence[str]) -> dict[str, int]:
+def read_committed(out, stages):
     """By stage, the steps of the newest complete checkpoint."""
     newest = {stage: find_newest_checkpoint(RunDir(out).stage_checkpoints(stage)) for stage in stages}
     return {stage: parse_step(path.name) or 0 for stage, path in newest.items() if path is not None}
 
 
-def check_nothing_lost(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+def check_nothing_lost(before, after):
     """Violations of: what was complete stays complete, or something newer is."""
     return [
         f"{stage}: step {step} was complete, and now {after.get(stage, 0)} is"
@@ -268,7 +267,7 @@ def check_nothing_lost(before: Mapping[str, int], after: Mapping[str, int]) -> l
     ]
 
 
-def check_others_ended(attempt: Attempt) -> list[str]:
+def check_others_ended(attempt):
     """Violations of: when one rank is killed the others end soon, without being killed themselves."""
     ended = attempt.ended
     if not attempt.was_killed or (
@@ -283,7 +282,7 @@ def check_others_ended(attempt: Attempt) -> list[str]:
     ]
 
 
-def check_rows_of_attempt(out: Path, committed: Mapping[str, int], began_unix: float) -> list[str]:
+def check_rows_of_attempt(out, committed, began_unix):
     """Violations of: an attempt goes on with the step after the newest complete one, and has consecutive
     steps.
     """
@@ -299,7 +298,7 @@ def check_rows_of_attempt(out: Path, committed: Mapping[str, int], began_unix: f
     return found
 
 
-def find_violations(job: Job, out: Path, attempts: Sequence[Attempt], output: Path) -> list[str]:
+def find_violations(job, out, attempts, output):
     """Violations of what must hold of a run that ended, whatever happened to it before."""
     last = attempts[-1].ended
     if last.returncode != 0:
@@ -331,7 +330,7 @@ def find_violations(job: Job, out: Path, attempts: Sequence[Attempt], output: Pa
     return found
 
 
-def check_ledger(state: Mapping[str, JSONValue]) -> list[str]:
+def check_ledger(state):
     """Violations of: every prompt that left the stream trained, was given up for a reason, is held, or waits
     in the DataBuffer.
     """
@@ -344,7 +343,7 @@ def check_ledger(state: Mapping[str, JSONValue]) -> list[str]:
     used += sum(count for name, count in ledger["failed"].items() if name != "infrastructure")
     held = len(manager["held"]) + len(manager["unfinished"])
     waiting = len(buffer["returned"]) + len(manager["in_flight"])
-    drawn = sum(buffer["drawn"])
+    drawn = buffer["counts"]["drawn"] if "counts" in buffer else sum(buffer["drawn"])
     if drawn != used + held + waiting:
         return [f"{drawn} prompts were drawn; {used} are used up, {held} held, {waiting} wait: {ledger}"]
     return []

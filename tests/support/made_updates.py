@@ -1,18 +1,16 @@
 """An update of two rows, for the tests of what is recorded of it."""
 
-from typing import Any
-
 import numpy as np
 
 from rollouts.metrics.token_shards import UpdateRecord
 from rollouts.types import ForwardBackwardResult, Mean, OptimStepResult, RolloutBatch, Sample, TokenArrays
 
 
-def floats(*rows: list[float]) -> tuple[Any, ...]:
+def floats(*rows):
     return tuple(np.asarray(row, np.float32) for row in rows)
 
 
-def make_update(**changes) -> UpdateRecord:
+def make_update(**changes):
     """Two rows of a group: three tokens of which two train, and two tokens of which one does."""
     masks = (np.array([False, True, True]), np.array([False, True]))
     tokens = (np.array([5, 6, 7]), np.array([5, 8]))

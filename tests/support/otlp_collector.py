@@ -1,10 +1,9 @@
 """An OTLP collector on this machine that does as it is told."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 
 class Collector(ThreadingHTTPServer):
@@ -21,22 +20,22 @@ class Collector(ThreadingHTTPServer):
         self.bodies: dict[str, list[bytes]] = {"/v1/metrics": [], "/v1/traces": []}
         self.headers: list[dict[str, str]] = []
 
-    def handle_error(self, request: object, client_address: object):
+    def handle_error(self, request, client_address):
         """Clients that give up are part of the tests."""
 
-    def points(self) -> list[tuple[str, int, float, dict[str, object]]]:
+    def points(self):
         return [point for body in self.bodies["/v1/metrics"] for point in read_points(body)]
 
-    def spans(self) -> list[Any]:
+    def spans(self):
         """Those that were taken, in their order."""
         return [span for body in self.bodies["/v1/traces"] for span in read_spans(body)]
 
 
-def read_labels(attributes) -> dict[str, object]:
+def read_labels(attributes):
     return {entry.key: entry.value.string_value or entry.value.int_value for entry in attributes}
 
 
-def read_points(body: bytes) -> list[tuple[str, int, float, dict[str, object]]]:
+def read_points(body):
     """(name, nanoseconds, value, labels) of each point of a request."""
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
@@ -48,7 +47,7 @@ def read_points(body: bytes) -> list[tuple[str, int, float, dict[str, object]]]:
     ]
 
 
-def read_spans(body: bytes) -> list[Any]:
+def read_spans(body):
     """The spans of a request."""
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -56,7 +55,7 @@ def read_spans(body: bytes) -> list[Any]:
     return [span for resource in resources for span in resource.scope_spans[0].spans]
 
 
-def read_steps(spans: list[Any]) -> list[Any]:
+def read_steps(spans):
     return [read_labels(span.attributes)["step"] for span in spans]
 
 
@@ -76,12 +75,12 @@ class CollectorHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(answer)
 
-    def log_message(self, format: str, *args: object):  # noqa: A002
+    def log_message(self, format, *args):  # noqa: A002
         """Nothing."""
 
 
 @contextmanager
-def open_collector() -> Iterator[Collector]:
+def open_collector():
     with Collector() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()

@@ -1,33 +1,32 @@
 """A small model, a backend of one process for it, and its gradients held against those of a plain forward."""
 
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import open_device_thread
+from rollouts.engines.local import open_local_engine
 from rollouts.losses import LossInputs, resolve_loss
 from rollouts.models.export import save_hf_model
 from rollouts.models.layers import get_scalar_weight, set_padding_token
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.optim import create_adamw_optimizer
-from rollouts.types import LOSS_FIELDS, Completion, GenerateRequest, LossSpec, RolloutBatch
+from rollouts.types import LOSS_FIELDS
 
 OPTIM = OptimConfig(lr=1e-2)
 
 
-def load_tiny(kind: str):
+def load_tiny(kind):
     """tiny:`kind`, a model of the caller's own."""
     return load_hf_model(resolve_model(f"tiny:{kind}"))
 
 
-def save_scalar(kind: str, folder: Path) -> Path:
+def save_scalar(kind, folder):
     """tiny:`kind` with a random scalar head."""
     causal = resolve_model(f"tiny:{kind}")
     model, tokenizer = load_hf_model(causal, head="scalar"), load_tokenizer(causal)
@@ -38,7 +37,7 @@ def save_scalar(kind: str, folder: Path) -> Path:
     return folder
 
 
-def score_row(model, tokens, temperature: float = 1.0, targets=None) -> tuple[Tensor, Tensor]:
+def score_row(model, tokens, temperature=1.0, targets=None):
     """Log-prob of each token, or of the target in its place, and entropy before it, [T], 0 for the first: by
     the model's own logits.
     """
@@ -50,7 +49,7 @@ def score_row(model, tokens, temperature: float = 1.0, targets=None) -> tuple[Te
     return pad(found[0], (1, 0)), pad(found[1], (1, 0))
 
 
-def score_completion(model, request: GenerateRequest, completion: Completion) -> np.ndarray:
+def score_completion(model, request, completion):
     """The model's own log-probs of the completion at the request's temperature."""
     ids = np.concatenate([request.prompt_ids, completion.token_ids])
     with torch.no_grad():
@@ -58,12 +57,12 @@ def score_completion(model, request: GenerateRequest, completion: Completion) ->
     return scored[len(request.prompt_ids) :].numpy()
 
 
-def stack(rows) -> Tensor:
+def stack(rows):
     """[B, T] padded with 0."""
     return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
 
 
-def score_plainly(model, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+def score_plainly(model, batch):
     """Log-probs and entropies [B, T] of a batch whose rows are scored each by itself, 0 outside the mask."""
     pairs = zip(batch.tokens, batch.targets or batch.tokens, strict=True)
     scored = zip(*(score_row(model, row, batch.temperature, wanted) for row, wanted in pairs), strict=True)
@@ -71,7 +70,7 @@ def score_plainly(model, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     return log_probs, entropy
 
 
-def compute_plain_loss(model, batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
+def compute_plain_loss(model, batch, spec):
     """(the loss, its denominator) of a batch whose rows are scored each by itself; leaves the gradients."""
     fields = {
         name: stack(rows) for name in LOSS_FIELDS.values() if (rows := getattr(batch, name)) is not None
@@ -87,20 +86,28 @@ def compute_plain_loss(model, batch: RolloutBatch, spec: LossSpec) -> tuple[floa
 
 
 @asynccontextmanager
-async def open_backend(model, *, optim: OptimConfig = OPTIM, total_steps: int = 10, **options):
+async def open_backend(model, *, optim=OPTIM, total_steps=10, **options):
     async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
         optimizer = create_adamw_optimizer(model, optim)
         options |= {"optim": optim, "total_steps": total_steps}
         yield PyTorchTrainingBackend(model, optimizer, device_thread, **options)
 
 
-def take_gradients(model) -> dict[str, Tensor]:
+def open_engine_of(backend, mode="shared", **options):
+    """The embedded engine on the model of a backend."""
+    return open_local_engine(
+        backend.model, device_thread=backend.device_thread, mode=mode,
+        trainer_version=lambda: backend.weight_version, **options,
+    )  # fmt: skip
+
+
+def take_gradients(model):
     """Zeros where no row reached a parameter."""
     every = model.named_parameters()
     return {name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in every}
 
 
-def compute_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def compute_difference(found, wanted):
     """Norm of the difference over the norm of `wanted`, all tensors together."""
     assert found.keys() == wanted.keys()
     pairs = ((found[name].double(), one.double()) for name, one in wanted.items())
@@ -109,6 +116,6 @@ def compute_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> f
     return apart / (size or 1.0)
 
 
-def assert_gradients_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5):
+def assert_gradients_close(found, wanted, tolerance=1e-5):
     """To `tolerance` of the norm of all gradients."""
     assert compute_difference(found, wanted) <= tolerance

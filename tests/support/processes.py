@@ -2,19 +2,18 @@
 
 import contextlib
 import os
-from collections.abc import Callable
 
 import psutil
 import trio
 
 
-async def wait_until(condition: Callable[[], bool], *, seconds: float = 60.0):
+async def wait_until(condition, *, seconds=60.0):
     with trio.fail_after(seconds):
         while not condition():  # noqa: ASYNC110
             await trio.sleep(0.01)
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     """Whether there is such a process, stopped or not, that has not ended."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -22,12 +21,12 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def find_descendants(of: int | None = None) -> set[int]:
+def find_descendants(of=None):
     """Of a process (default: this one), those that are not yet reaped too."""
     return {one.pid for one in psutil.Process(of).children(recursive=True)}
 
 
-def find_processes(mark: str) -> list[psutil.Process]:
+def find_processes(mark):
     """Other living processes that have the text in their environment or command line."""
     found = []
     for one in psutil.process_iter():

@@ -3,10 +3,8 @@
 import os
 from pathlib import Path
 
-import pytest
 
-
-def record_writes(monkeypatch: pytest.MonkeyPatch, method: str) -> list[str]:
+def record_writes(monkeypatch, method):
     """The fsyncs and the calls of a method of Path that gives another name, as they happen from now on."""
     calls = []
     fsync, give = os.fsync, getattr(Path, method)

@@ -12,7 +12,7 @@ and waits where a client would.
 
 import hashlib
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,14 +25,13 @@ from rollouts.engines.wire import VersionSpan
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import PauseMode
 from rollouts.testing.fakes import fake_uniform
-from rollouts.types import FinishReason, FloatArray, GenerateRequest, IntArray
+from rollouts.types import FinishReason
 from tests.support.fault_plan import (
     BadReply,
     BadStatus,
     Crash,
     CutBody,
     Fault,
-    FaultPlan,
     Hang,
     Slow,
     StaleWeights,
@@ -57,7 +56,7 @@ class ConnectionLost(Exception):
 class BadAnswer(Exception):
     """The server answers with a status that is no success."""
 
-    def __init__(self, status: int, message: str, *, retry_after_s: int | None = None):
+    def __init__(self, status, message, *, retry_after_s=None):
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
@@ -99,14 +98,14 @@ class SimulatedProcess:
 
     def __init__(
         self,
-        name: str,
-        plan: FaultPlan,
-        nursery: trio.Nursery,
+        name,
+        plan,
+        nursery,
         *,
-        speed: ServerSpeed | None = None,
-        vocab_size: int = 258,
-        context_length: int = 4096,
-        read_weights: ReadWeights | None = None,
+        speed=None,
+        vocab_size=258,
+        context_length=4096,
+        read_weights=None,
     ):
         self.name, self.speed = name, speed or ServerSpeed()
         self.vocab_size, self.context_length = vocab_size, context_length
@@ -142,13 +141,13 @@ class SimulatedProcess:
         self.running = {}
         self.notify()
 
-    async def wait_exited(self) -> str:
+    async def wait_exited(self):
         """Why, when the process has ended; at once while there is none."""
         while self.up:
             await self._changed.wait()
         return f"{self.name}: killed by signal 9"
 
-    async def restart(self, after_s: float = 0.0):
+    async def restart(self, after_s=0.0):
         """Another process, which serves after `after_s` and speed.start_s: base weights, not named."""
         if self.up:
             self.crash()
@@ -158,15 +157,15 @@ class SimulatedProcess:
             self._start()
 
     @property
-    def waiting(self) -> list[_Running]:
+    def waiting(self):
         """Requests without a slot, in order of arrival."""
         return [one for one in self.running.values() if not one.has_slot]
 
     @property
-    def hung(self) -> bool:
+    def hung(self):
         return trio.current_time() < self._hung_until
 
-    def strike(self, fault: Fault):
+    def strike(self, fault):
         """A fault of the whole process happens, or is noted as having happened."""
         self.struck.append(fault)
         if fault in self.pending:
@@ -181,22 +180,22 @@ class SimulatedProcess:
             case Slow(factor=factor, for_s=for_s):
                 self._slow_factor, self._slow_until = factor, trio.current_time() + for_s
 
-    def hang(self, for_s: float = math.inf):
+    def hang(self, for_s=math.inf):
         """From now on calls are accepted and not answered, and nothing is decoded."""
         self._hung_until = trio.current_time() + for_s
         if for_s < math.inf:
             self._nursery.start_soon(self._wake_at, self._hung_until)
 
-    async def _wake_at(self, when: float):
+    async def _wake_at(self, when):
         await trio.sleep_until(when)
         self.notify()
 
-    async def strike_later(self, fault: Fault, at_s: float):
+    async def strike_later(self, fault, at_s):
         await trio.sleep(at_s)
         if self.up:
             self.strike(fault)
 
-    def _take(self, moment: Literal["at_request", "at_update"], index: int, *kinds: type):
+    def _take(self, moment, index, *kinds):
         """The fault that is due and of one of these kinds, which strikes; None if there is none."""
         for fault in self.pending:
             at = getattr(fault, moment)
@@ -207,7 +206,7 @@ class SimulatedProcess:
 
     # --- requests
 
-    async def answer(self, request: GenerateRequest, server_id: str, *, adapter: str | None = None) -> Answer:
+    async def answer(self, request, server_id, *, adapter=None):
         """What the server says, with an adapter that it has if one is named. Cancelling is what a closed
         connection is: the request ends there. Raises ConnectionLost, BadAnswer.
         """
@@ -234,9 +233,7 @@ class SimulatedProcess:
                 self.notify()
         return answer
 
-    async def _decode(
-        self, request: GenerateRequest, running: _Running, index: int, adapter: str | None
-    ) -> Answer:
+    async def _decode(self, request, running, index, adapter):
         answer = Answer()
         await self.wait_until(lambda: running.stop.is_set() or self._may_run(running))
         running.has_slot = True
@@ -275,14 +272,14 @@ class SimulatedProcess:
                     spoil_answer(answer, kind, self.vocab_size, limit)
         return answer
 
-    def _may_run(self, running: _Running) -> bool:
+    def _may_run(self, running):
         if self.paused is not None or self.hung:
             return False
         return self.waiting[0] is running and len(self.running) - len(self.waiting) < self.speed.slots
 
     # --- control
 
-    async def pause(self, mode: PauseMode):
+    async def pause(self, mode):
         """abort: answers all with what they have; wait: returns when what is in a slot is done; keep: freezes
         at once.
         """
@@ -302,21 +299,20 @@ class SimulatedProcess:
         self.paused = None
         self.notify()
 
-    async def load_weights(self, path: Path):
+    async def load_weights(self, path):
         """Serves what read_weights() finds at `path`, under the old version. Raises BadAnswer(400) if there
         is nothing.
         """
-        weights = await self._read(path)
-        self.weights = weights or self.weights
+        self.weights = await self._read(path) or self.weights
 
-    async def load_adapter(self, name: str, path: Path):
+    async def load_adapter(self, name, path):
         """As load_weights, upon the weights, for requests that name it. Stale: it is what the last one is."""
         if name in self.adapters:
             raise BadAnswer(400, f"{name} is already loaded")
         last = next(reversed(self.adapters.values()), self.weights)
         self.adapters[name] = await self._read(path) or last
 
-    async def _read(self, path: Path) -> str | None:
+    async def _read(self, path):
         await self.enter()
         index = self.loads
         self.loads += 1
@@ -326,7 +322,7 @@ class SimulatedProcess:
         await self.enter(self.speed.load_s)
         return None if self._take("at_update", index, StaleWeights) else weights
 
-    async def set_version(self, name: str):
+    async def set_version(self, name):
         """Names the weights; tokens from now on carry the name."""
         await self.enter(self.speed.control_s)
         if name.isdecimal():
@@ -335,11 +331,11 @@ class SimulatedProcess:
             name = name if wrong is None else str(max(int(name) + wrong.shift, 0))
         self.version_name = name
 
-    async def checksum(self) -> str:
+    async def checksum(self):
         await self.enter(self.speed.control_s)
         return hashlib.sha256(self.weights.encode()).hexdigest()
 
-    async def abort(self, server_ids: list[str], *, lost: bool = False):
+    async def abort(self, server_ids, *, lost=False):
         """Answers these requests with what they have, or with nothing; SGLang aborts every id that begins
         with one of them.
         """
@@ -350,7 +346,7 @@ class SimulatedProcess:
                 running.stop.set()
         self.notify()
 
-    async def _fail_phase(self, phase: UpdatePhase, index: int):
+    async def _fail_phase(self, phase, index):
         """Does what the plan says of this phase of the index-th update."""
         refused, self._refused = self._refused, []
         if phase in refused:
@@ -373,13 +369,13 @@ class SimulatedProcess:
         changed, self._changed = self._changed, trio.Event()
         changed.set()
 
-    async def enter(self, seconds: float = 0.0):
+    async def enter(self, seconds=0.0):
         """The way in of every call."""
         with trio.move_on_after(seconds):
             await self.wait_until(lambda: False)
         await self.wait_until(lambda: not self.hung)
 
-    async def wait_until(self, condition: Callable[[], bool]):
+    async def wait_until(self, condition):
         """Returns when `condition()` holds. Raises ConnectionLost."""
         incarnation = self.incarnation
         await trio.lowlevel.checkpoint()
@@ -391,9 +387,7 @@ class SimulatedProcess:
 
 
 @asynccontextmanager
-async def open_simulated_process(
-    name: str = "a", plan: FaultPlan = (), **options
-) -> AsyncIterator[SimulatedProcess]:
+async def open_simulated_process(name="a", plan=(), **options):
     """A server that serves BASE_WEIGHTS, version "default", and suffers the faults of `plan` that bear its
     name. The options are those of SimulatedProcess; its `read_weights` says what a path holds (default:
     read_snapshot).
@@ -412,7 +406,7 @@ async def open_simulated_process(
 # --- what is said
 
 
-def weights_log_prob(weights: str, position: int, token_id: int, temperature: float = 1.0) -> float:
+def weights_log_prob(weights, position, token_id, temperature=1.0):
     """A number between −2 and 0, times the temperature (0 counts as 1), that depends on all four and nothing
     else, rounded to float32.
 
@@ -422,13 +416,13 @@ def weights_log_prob(weights: str, position: int, token_id: int, temperature: fl
     return float(np.float32(-2.0 * fake_uniform(weights, position, token_id) * (temperature or 1.0)))
 
 
-def compute_log_probs(weights: str, tokens: IntArray) -> FloatArray:
+def compute_log_probs(weights, tokens):
     """[T] weights_log_prob of every token of a sequence at temperature 1, the first included."""
     values = [weights_log_prob(weights, position, int(token)) for position, token in enumerate(tokens)]
     return np.asarray(values, np.float32)
 
 
-def draw_tokens(request: GenerateRequest, vocab_size: int) -> list[int]:
+def draw_tokens(request, vocab_size):
     """Ids that depend on the sampling seed, or on the prompt where there is none or the temperature is 0; not
     on the weights. With a stop token, 1 to max_new_tokens + 1 ids of which the last is the stop token.
     """
@@ -442,14 +436,14 @@ def draw_tokens(request: GenerateRequest, vocab_size: int) -> list[int]:
     return ids + list(sampling.stop_token_ids[:1])
 
 
-def find_spans(versions: list[str]) -> list[VersionSpan]:
+def find_spans(versions):
     """The runs of equal versions, as spans over the tokens."""
     starts = [at for at in range(len(versions)) if not at or versions[at] != versions[at - 1]]
     ends = [*starts[1:], len(versions)]
     return [VersionSpan(versions[start], start, end) for start, end in zip(starts, ends, strict=False)]
 
 
-def spoil_answer(answer: Answer, kind: str, vocab_size: int, limit: int):
+def spoil_answer(answer, kind, vocab_size, limit):
     """The answer, which has tokens, as a server that is broken in this way gives it."""
     count = len(answer.ids)
     match kind:
@@ -477,7 +471,7 @@ def spoil_answer(answer: Answer, kind: str, vocab_size: int, limit: int):
             answer.spans = find_spans(["9", "8"])
 
 
-def read_snapshot(path: Path) -> str:
+def read_snapshot(path):
     """What a snapshot directory holds: the hash of its manifest, or of its safetensors files if it has none.
     Reads no tensor.
     """

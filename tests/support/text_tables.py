@@ -40,16 +40,16 @@ READERS: dict[Any, Callable[[str], Any]] = {
 }
 
 
-def cases(text: str, values: Iterable[Any] | None = None) -> Callable[[Any], Any]:
+def cases(text: str, values: Iterable[Any] | None = None, **options) -> Callable[[Any], Any]:
     """Parametrises a test by a table whose first line names the parameters, by `name: case case …`, or by the
-    values of the parameter `text`.
+    values of the parameters that `text` names; options are those of pytest.mark.parametrize.
 
     A cell is read as its parameter is annotated: int, float, bool (yes or no), list[float] (divided by
     spaces), dict (by read_params()), Exception (by read_error()), Any (JSON); else it is text. What stands
     under a last name of … is a remark.
     """
     if values is not None:
-        return pytest.mark.parametrize(text, values)
+        return pytest.mark.parametrize(text, values, **options)
     names, *rows = read_cells(text)
     if not rows:
         name, _, words = text.partition(":")

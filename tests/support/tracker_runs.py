@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 from rollouts.metrics.record import make_head
 
@@ -57,15 +56,13 @@ follower.main(sys.argv[1:])
 """
 
 
-def make_run(root: Path) -> Path:
+def make_run(root):
     root.mkdir(parents=True)
     (root / "config.toml").write_text(CONFIG)
     return root
 
 
-def make_row(
-    step: int, *, attempt: int = 1, stage: str = "rl", time_unix: float | None = None, **fields: object
-):
+def make_row(step, *, attempt=1, stage="rl", time_unix=None, **fields):
     """A row as the run writes it; its time is BEGAN + a thousand seconds an attempt + a second a step."""
     if time_unix is None:
         time_unix = BEGAN + 1000 * attempt + step
@@ -73,29 +70,29 @@ def make_row(
     return {**head, **(fields or {"loss/total": -float(step * attempt), "reward/mean": 0.5 * step})}
 
 
-def make_span(step: int, **fields: object):
+def make_span(step, **fields):
     return make_row(
         step, **{"name": "train", "track": "trainer", "start_unix": BEGAN, "duration_s": 1.5, **fields}
     )
 
 
-def append(root: Path, *rows: dict[str, object], file: str = "metrics", part: int = 0):
+def append(root, *rows, file="metrics", part=0):
     with (root / (f"{file}.{part}.jsonl" if part else f"{file}.jsonl")).open("a") as opened:
         opened.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_follower(folder: Path) -> tuple[list[str], Path]:
+def write_follower(folder):
     """(the command of a follower whose tracker has faults, the file that says which)."""
     fault, script = folder / "fault", folder / "follower.py"
     script.write_text(FOLLOWER.format(fault=str(fault)))
     return [sys.executable, str(script)], fault
 
 
-def read_events(root: Path, stage: str = "rl") -> dict[str, list[tuple[int, float]]]:
+def read_events(root, stage="rl"):
     """What TensorBoard shows of a stage: (step, value) by tag, as its own reader says."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder = str(root / "trackers" / "tensorboard" / stage)
+    folder = str(root / "trackers/tensorboard" / stage)
     events = EventAccumulator(folder, size_guidance={"tensors": 0, "scalars": 0})
     events.Reload()
     return {

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import subprocess
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -13,18 +12,18 @@ import pytest
 import trio
 
 from rollouts.models.load import resolve_model
+from tests import ROOT
 from tests.serve.clients import KEY, MODEL
 from tests.serve.servers import open_forks, open_process, wait_text
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases, read_cells
 
 pytestmark = pytest.mark.tinker
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = ROOT / ".venv-tinker" / "bin" / "python"
+PYTHON = ROOT / ".venv-tinker/bin/python"
 PROGRAM = str(Path(__file__).with_name("sdk_program.py"))
 LIMIT_S = 200
 
 
-def run_python(*arguments: str, url: str, folder: Path) -> str:
+def run_python(*arguments, url, folder):
     """What it printed. It has ended well."""
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ROLLOUTS"))
@@ -41,7 +40,7 @@ def run_python(*arguments: str, url: str, folder: Path) -> str:
     return done.stdout
 
 
-def run_program(name: str, *arguments: str, url: str, folder: Path):
+def run_program(name, *arguments, url, folder):
     """What a function of sdk_program saw."""
     return json.loads(run_python(PROGRAM, name, *arguments, url=url, folder=folder).splitlines()[-1])
 
@@ -66,7 +65,7 @@ def run(server, tmp_path):
 
 def test_the_sdk_trains_in_a_pipeline(run):
     seen = run("train")
-    assert seen["losses"] == pytest.approx(seen["sums"], rel=1e-5), "minus the sum of the log-probs that came"
+    assert seen["losses"] == pytest.approx(seen["sums"], rel=1e-5)  # minus the sum of the log-probs that came
     assert seen["awaited_twice"] == seen["losses"]
     assert len(set(seen["norms"])) == 4
     assert (seen["rank"], len(seen["tokenizer"])) == (4, 2)
@@ -131,7 +130,7 @@ async def test_the_sdk_goes_on_when_the_server_is_killed_and_started_again(run, 
 
 
 @asynccontextmanager
-async def open_losing_proxy(url: str) -> AsyncIterator[tuple[str, list[bytes]]]:
+async def open_losing_proxy(url):
     """An address before the server's at which each seventh answer is lost, and those that were."""
     host, _, port = url.removeprefix("http://").partition(":")
     lost, answers = [], itertools.count(1)
@@ -183,7 +182,7 @@ COOKBOOK = {
 }
 
 
-@pytest.mark.parametrize("recipe", COOKBOOK)
+@cases("recipe", COOKBOOK)
 def test_a_recipe_of_the_cookbook_runs_to_its_end(server, tmp_path, recipe):
     (example,) = PYTHON.parents[1].glob(
         "lib/*/site-packages/tinker_cookbook/example_data/conversations.jsonl"
@@ -193,8 +192,7 @@ def test_a_recipe_of_the_cookbook_runs_to_its_end(server, tmp_path, recipe):
     options += [f"model_name={resolve_model(MODEL)}", "renderer_name=role_colon", f"log_path={log}"]
     run_python("-m", f"tinker_cookbook.recipes.{recipe}.train", *options, url=server.url, folder=tmp_path)
     rows = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "progress/batch" in row or "step" in row]
-    assert len(steps) >= 2
+    assert len([row for row in rows if "progress/batch" in row or "step" in row]) >= 2
     if recipe == "math_rl":  # the trainer's log-probs of what the sampler drew
         assert all(abs(row.get("optim/kl_sample_train_v1", 0.0)) < 1e-3 for row in rows)
     else:

@@ -24,7 +24,7 @@ TALK = [turn("user", "3+4?"), turn("assistant", "It is 7."), turn("user", "2+2?"
 
 # --- the templates of tests/data/chat_templates -------------------------------------------------------------
 
-TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
+TEMPLATES = Path(__file__).parents[1] / "data/chat_templates"
 
 
 class Family(NamedTuple):

@@ -19,7 +19,7 @@ from pathlib import Path
 behaviour = json.loads(os.environ.get("FAKE_SERVER", "{}"))
 
 
-def read_key() -> str:
+def read_key():
     if "--config" in sys.argv:
         path = Path(sys.argv[sys.argv.index("--config") + 1])
         print(f"config mode {path.stat().st_mode & 0o777:o}", flush=True)
@@ -27,7 +27,7 @@ def read_key() -> str:
     return os.environ["VLLM_API_KEY"]
 
 
-def fork_stray(write_fd: int, *, depth: int):
+def fork_stray(write_fd, *, depth):
     """A child that leaves the session, ignores SIGTERM and has a child like itself; ids go to the pipe."""
     if os.fork():
         return

@@ -40,6 +40,10 @@ def seen(sample):
     return RewardResult(float(sample.rollout_log_probs.sum()), {"tokens": int(sample.tokens.sum())}, note)
 
 
+def shows_capabilities(sample):
+    return RewardResult(0.0, {}, Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0])
+
+
 def nap(sample):
     time.sleep(0.2)
     return 1.0

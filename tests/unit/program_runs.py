@@ -3,7 +3,7 @@
 import json
 import re
 
-from rollouts.config.tables import RolloutConfig
+from rollouts.config.rollout import RolloutConfig
 from rollouts.environments.episode import make_formats
 from rollouts.environments.proxy import make_proxy_generate, open_proxy
 from rollouts.testing.fakes import ScriptedEngine
@@ -24,8 +24,7 @@ def read_calls(text):
 
 
 def make_format(tools):
-    tokenizer = FakeTokenizer()
-    return make_formats(tokenizer, read_turn=read_calls)(tools)
+    return make_formats(FakeTokenizer(), read_turn=read_calls)(tools)
 
 
 async def play(agent, engine=None, *, sample=SAMPLE, **settings):

@@ -53,5 +53,5 @@ def write_block(root, sample, **columns):
     body = save({name: np.array(values, kinds.get(name, "<f4")) for name, values in columns.items()})
     (root / "tokens").mkdir()
     prefix = struct.pack("<QI", len(body), zlib.crc32(sample.encode() + body))
-    (root / "tokens" / "rl-1-000000.bin").write_bytes(prefix + body)
+    (root / "tokens/rl-1-000000.bin").write_bytes(prefix + body)
     return {"shard": "rl-1-000000.bin", "offset": 0, "length": len(columns["tokens"])}

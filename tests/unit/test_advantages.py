@@ -312,8 +312,7 @@ def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant(
     values: list[float], expected: float
 ):
     masks, returns = [np.array([True, False, True]), ALL[:1]], [[1.0, NAN, 2.0], [6.0]]
-    found = compute_explained_variance([values[:3], values[3:]], returns, masks)
-    assert found == pytest.approx(expected)
+    assert compute_explained_variance([values[:3], values[3:]], returns, masks) == pytest.approx(expected)
     assert compute_explained_variance([[1.0]], [[2.0]], [ALL[:1]]) is None
 
 
@@ -344,8 +343,7 @@ MASKS = [np.array([False, True, True]), np.array([False]), np.array([True, False
 def test_kl_on_every_token_adds_up_to_kl_once_per_sample():
     tokens = compute_token_rewards([1.0, 2.0, 3.0], LOG_PROBS, REFERENCES, MASKS, 0.5)
     # −½·.4; 1 − ½·(−.3); 3 − ½·(−.1); a row in which nothing trains has nowhere to put its reward
-    expected = [[0.0, -0.2, 1.15], [0.0], [3.05, 0.0]]
-    for row, wanted in zip(tokens, expected, strict=True):
+    for row, wanted in zip(tokens, [[0.0, -0.2, 1.15], [0.0], [3.05, 0.0]], strict=True):
         assert_allclose(row, wanted, rtol=1e-5, atol=1e-7)
     rewards, _ = subtract_kl([1.0, 2.0, 3.0], LOG_PROBS, REFERENCES, MASKS, 0.5)
     assert_allclose([row.sum() for row in tokens][::2], rewards[::2], rtol=1e-6)

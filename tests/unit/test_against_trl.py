@@ -32,7 +32,7 @@ from rollouts.losses.preference_losses import (
 )
 from rollouts.losses.reward_model_losses import bradley_terry_loss
 from rollouts.types import metric_values
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases, read_cells, read_params
 
 LossAndMetrics = tuple[Tensor, dict[str, float]]
 V = 7
@@ -89,8 +89,7 @@ def stack(rows):
     """Ids [B, T] right-padded with 0, and which are tokens of a response."""
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-    mask = torch.tensor([[0 < position < len(row) for position in range(width)] for row in rows])
-    return ids, mask
+    return ids, torch.tensor([[0 < position < len(row) for position in range(width)] for row in rows])
 
 
 def score(weights, ids, mask):
@@ -280,7 +279,7 @@ def trl_loss(trl, name, weights):
 # --- compared -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases("name", CASES)
 def test_our_losses_are_the_numbers_that_trl_computed(name):
     output = our_loss(name, POLICY)
     assert float(output.sum) / output.count == pytest.approx(CASES[name][2], abs=1e-5)

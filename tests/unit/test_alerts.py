@@ -74,8 +74,7 @@ async def test_a_run_tells_its_log_a_command_and_a_webhook_whose_address_is_a_se
     monkeypatch.setenv("HOOK", f"http://127.0.0.1:{server.server_port}/planted")
     root, out, said = tmp_path / "run", tmp_path / "out", []
     command = json.dumps([sys.executable, "-c", WRITE, str(out)])
-    settings = f'metric = "a/b"\nrule = "above(limit=1)"\nrun = {command}\nwebhook = "HOOK"'
-    look(root, settings)
+    look(root, f'metric = "a/b"\nrule = "above(limit=1)"\nrun = {command}\nwebhook = "HOOK"')
     monkeypatch.setattr(launch, "END_S", 60)
     async with launch.open_trackers(RunDir(root), [ALERTS], say=said.append):
         append(root, *(make_row(step, **{"a/b": value}) for step, value in enumerate((2, 3, 0.5), 1)))

@@ -13,6 +13,7 @@ import trio
 from rollouts.errors import ConfigError, EngineUnreachable, NotEnoughSamples, UserFunctionError
 from rollouts.generation.continuing import MAX_STARTS
 from rollouts.generation.generate import compute_request_seed
+from rollouts.metrics.spans import SpanRecorder
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
 from rollouts.types import FilterDecision, RewardResult, Status, encode_json
 from tests.support.text_tables import cases, read_cells
@@ -74,7 +75,7 @@ async def test_at_no_staleness_the_first_by_launch_win_and_surplus_prompts_come_
 
 
 async def test_a_filtered_group_is_replaced_and_the_first_objection_counts():
-    asked = []
+    asked, spans = [], SpanRecorder()
 
     def named(name, keep):
         async def filter_(group):
@@ -83,13 +84,14 @@ async def test_a_filtered_group_is_replaced_and_the_first_objection_counts():
 
         return filter_
 
-    run = make_run(
-        num_prompts=1, filters=[named("a", True), named("failed_samples", False), named("c", False)]
-    )
+    filters = [named("a", True), named("failed_samples", False), named("c", False)]
+    run = make_run(num_prompts=1, filters=filters, spans=spans)
     assert await run.take() == [1]
     assert asked == ["a0", "failed_samples0", "a1", "failed_samples1", "c1"]
     assert run.books() == {"drawn": 2, "trained": 1, "dropped/failed_samples": 1}  # also by such a name
     assert run.upcoming(1) == STREAM[2:3]  # a filtered prompt does not come back in this epoch
+    spans.keep([FIRST, "g00000001-s000"])
+    assert {span.id for span in spans.take()} == {"g00000001-s000"}  # of a filtered group nothing is held
 
 
 async def test_samples_are_scored_while_others_are_generated(autojump_clock):
@@ -118,8 +120,8 @@ async def last_wins(samples):
     return [RewardResult(float(at == last), {"place": at}, "last wins") for at in range(len(samples))]
 
 
-@pytest.mark.parametrize(
-    ("of_batch", "options", "rewards"),
+@cases(
+    "of_batch, options, rewards",
     [
         (one_reward, {}, [7, 7]),  # takes the place of the manager's, once
         (None, {"generate": generate_scored, "reward": None}, [0.5, 0.5]),
@@ -172,7 +174,7 @@ COMPETITIONS = """
 """
 
 
-@pytest.mark.parametrize("row", read_cells(COMPETITIONS), ids=" ".join)
+@cases("row", read_cells(COMPETITIONS), ids=" ".join)
 @cases("deterministic: no yes")
 async def test_with_a_ranker_the_best_of_all_that_are_kept_train_in_launch_order(
     row, deterministic: bool, autojump_clock
@@ -230,6 +232,7 @@ async def test_a_sample_that_fails_leaves_its_group_and_says_why(error: Exceptio
 @cases("""
 spoiled | message
 {"tokens": [1], "loss_mask": [1], "rollout_log_probs": [-1], "weight_versions": [0]} | trains the first token
+{"tokens": [], "loss_mask": [], "rollout_log_probs": [], "weight_versions": []} | tokens are empty
 {"reward": 1e39}         | returned 1e+39 as its reward
 {"reward": null}         | returned None as its reward
 {"rewards": {"a": 1e39}} | returned 1e+39 as its part 'a'
@@ -240,8 +243,7 @@ async def test_what_a_function_returns_costs_its_sample_and_not_the_run(spoiled:
 
     async def generate(sample, engine, sampling):
         done = replace(await chat_generate(sample, engine, sampling), reward=1.0)
-        fields = spoiled if member_of(sample.id) == 1 else {}
-        return replace(done, **fields)
+        return replace(done, **(spoiled if member_of(sample.id) == 1 else {}))
 
     async def reward(sample):
         sample.metadata.update({"junk": object()} if member_of(sample.id) == 1 else {})
@@ -254,6 +256,45 @@ async def test_what_a_function_returns_costs_its_sample_and_not_the_run(spoiled:
     for failed in run.manager.failed_samples():
         assert failed.id[-4:] == "s001" and message in failed.metadata["failure"]["message"]
         encode_json(failed.metadata)  # it can be recorded
+
+
+@cases("""
+field             | change
+tokens            | -1
+rollout_log_probs | -0.5
+weight_versions   | -1
+""")
+async def test_tokens_that_the_engine_did_not_make_cost_their_sample(field, change: float):
+    async def generate(sample, engine, sampling):
+        done = await chat_generate(sample, engine, sampling)
+        values = getattr(done, field).copy()
+        if sample.id == SECOND:
+            values[-1] += change
+        return replace(done, **{field: values})
+
+    run = make_run(generate=generate, samples_per_prompt=3, version=1)
+    assert len(await run.manager.generate_batch()) == 5
+    [failed] = run.manager.failed_samples()
+    said = failed.metadata["failure"]["message"]
+    assert failed.id == SECOND and "with a log-prob that the engine has not given for it" in said
+
+
+async def test_a_generate_function_that_never_returns_is_named_and_costs_its_sample(autojump_clock, caplog):
+    async def generate(sample, engine, sampling):
+        done = await chat_generate(sample, engine, sampling)
+        await trio.sleep(math.inf if sample.id == SECOND else 0)
+        return done
+
+    # each answer takes longer than the limit: that is the engine's time
+    options = {"samples_per_prompt": 3, "generate_timeout_s": 150.0}
+    run = make_run(say("ab", 100.0), generate=generate, **options)
+    assert len(await run.manager.generate_batch()) == 5
+    [failed] = run.manager.failed_samples()
+    said = failed.metadata["failure"]
+    assert failed.id == SECOND and said["class"] == "generate"
+    assert "took longer than 150 s without asking the engine" in said["message"]
+    named = "nothing has moved on for 60 s; samples under way: 1, g00000000-s001"
+    assert caplog.messages.count(named) == 2 and trio.current_time() == 450.0
 
 
 async def test_a_generate_function_may_give_a_sample_up():

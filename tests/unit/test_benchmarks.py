@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,9 +26,9 @@ from rollouts.config.load import load_config
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.preflight.findings import Findings
 from rollouts.preflight.rows import load_all_rows
+from tests import ROOT
 from tests.support.text_tables import cases
 
-ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("h200", *CPU_SET, *(name for name in ON_REQUEST if not name.startswith("h200")))
 
 
@@ -101,8 +100,9 @@ def test_every_part_of_the_gpu_suite_runs_at_a_tiny_size():
     assert found["targets"] == {}  # numbers of a tiny run meet nothing
     missing = {name for name, value in found["metrics"].items() if value is None}
     assert missing == set(found["unmeasured"])
-    measured = "g1_tokens_per_s g2_ms g3_tokens_per_s g4_ms g5_speed_up g6_step_s"
-    assert missing.isdisjoint(measured.split())
+    assert missing.isdisjoint(
+        ["g1_tokens_per_s", "g2_ms", "g3_tokens_per_s", "g4_ms", "g5_speed_up", "g6_step_s"]
+    )
     parts = [json.loads(line) for line in out.splitlines() if line.startswith('{"part"')]
     assert {name: value for part in parts for name, value in part["metrics"].items()} == found["metrics"]
 
@@ -160,7 +160,7 @@ def test_gradient_error_is_relative_and_after_clipping(tmp_path):
 # --- curves: quarters, standard errors, verdicts ------------------------------------------------------------
 
 
-JOBS = load_jobs(ROOT / "benchmarks" / "curves" / "jobs.toml")
+JOBS = load_jobs(ROOT / "benchmarks/curves/jobs.toml")
 
 
 def test_the_standard_error_of_a_mean_divides_by_n_minus_1():
@@ -193,8 +193,7 @@ kind = "below", target = 5.0, metric = "eval/m" | 3 5 2                 | yes
 kind = "below", target = 4.0, metric = "eval/m" | 3 5 2                 | no
 """)
 def test_a_curve_meets_a_bar_or_not(bar: dict, values: list[float], met: bool):
-    verdict = judge(Bar(**{"metric": "m", **bar}), values)
-    assert verdict.met == met
+    assert judge(Bar(**{"metric": "m", **bar}), values).met == met
 
 
 def test_a_curve_is_like_others_if_each_quarter_lies_in_their_range_widened_by_two_errors():
@@ -209,7 +208,7 @@ def test_a_curve_is_like_others_if_each_quarter_lies_in_their_range_widened_by_t
         judge(bar, low, others[:1])
 
 
-@pytest.mark.parametrize("job", JOBS.values(), ids=lambda job: job.name)
+@cases("job", JOBS.values(), ids=lambda job: job.name)
 def test_every_job_has_a_config_that_is_valid(job, monkeypatch):
     monkeypatch.chdir(ROOT)
     command = make_command(job, job.run_names()[0], None)

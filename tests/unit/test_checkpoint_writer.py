@@ -98,7 +98,7 @@ def saved_steps(tmp_path):
 
 
 def read_value(tmp_path, step):
-    return (tmp_path / "checkpoints/rl" / f"step_{step}" / "model").read_text()
+    return (tmp_path / f"checkpoints/rl/step_{step}/model").read_text()
 
 
 async def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_own_step(tmp_path):
@@ -210,6 +210,6 @@ async def test_what_retention_keeps_is_applied_after_each_save(tmp_path):
 async def test_too_little_room_for_two_checkpoints_is_a_warning_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(SlowBackend, "state_bytes", lambda self: 1 << 50)
     warnings = []
-    async with open_writer(SlowBackend(), tmp_path / "not" / "there", warnings):
+    async with open_writer(SlowBackend(), tmp_path / "not/there", warnings):
         pass
     assert "two checkpoints of this model take 2097152.0 GiB" in warnings[0]

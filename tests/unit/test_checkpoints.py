@@ -41,7 +41,7 @@ async def write_small_model(path):
     (path / "config.json").write_text('{"a": 1}')
     (path / "model.safetensors").write_bytes(bytes(range(200)))
     (path / "state").mkdir()
-    (path / "state" / "optimizer.safetensors").write_bytes(b"moments")
+    (path / "state/optimizer.safetensors").write_bytes(b"moments")
     await trio.lowlevel.checkpoint()
 
 
@@ -183,7 +183,7 @@ def test_a_manifest_that_cannot_be_trusted_is_refused(tmp_path, content, match):
 
 async def test_a_trainer_state_that_is_lost_or_no_object_is_a_checkpoint_error(stage_dir):
     path = await save(stage_dir, 2)
-    file = path / "state" / "trainer.json"
+    file = path / "state/trainer.json"
     for text, problem in (("[1]", "holds a list"), ("{", "cannot be read"), ("", "cannot be read")):
         file.write_text(text) if text else file.unlink()
         with pytest.raises(CheckpointError, match=problem):
@@ -374,7 +374,7 @@ async def test_links_in_a_checkpoint_are_refused_when_written_and_when_read(stag
     put_link(path := await save(stage_dir, 2))
     with pytest.raises(CheckpointError, match=r"is a link to .*outside"):
         check_checkpoint(path, hashes=True)
-    (stage_dir / "step_9").symlink_to(await save(tmp_path / "other" / "rl", 9))
+    (stage_dir / "step_9").symlink_to(await save(tmp_path / "other/rl", 9))
     with pytest.raises(CheckpointError, match="step_9 is a link"):
         find_newest_checkpoint(stage_dir)
 

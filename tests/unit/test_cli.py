@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import httpx
 import pytest
@@ -27,6 +26,7 @@ from rollouts.rewards.call import call_filter, call_reward
 from rollouts.rewards.check import apply_reward
 from rollouts.run_dir import RunDir
 from rollouts.types import SampleGroup
+from tests import ROOT
 from tests.support.text_tables import cases, write_jsonl
 from tests.unit.run_rows import read_command
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_written_is_named_and_nothing_is_overwritten(tmp_path, ca
     with pytest.raises(ConfigError, match="did you mean counting"):
         write_task(tmp_path, "countng")
     with pytest.raises(RunDirError, match="cannot be written"):
-        write_task(tmp_path / "task.py" / "inside", "counting")
+        write_task(tmp_path / "task.py/inside", "counting")
     out = read_command(capsys, "init", tmp_path / "new")
     assert f"check it:  python -m rollouts check {tmp_path / 'new' / 'config.toml'} --call" in out
 
@@ -134,8 +134,7 @@ def test_what_cannot_be_written_is_named_and_nothing_is_overwritten(tmp_path, ca
 # --- the whole ----------------------------------------------------------------------------------------------
 
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "command.md"
+PAGE = ROOT / "docs/command.md"
 SHOWN = re.findall(r"^\$ python -m rollouts (.+)$", PAGE.read_text(), re.MULTILINE)
 
 

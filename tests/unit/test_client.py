@@ -2,9 +2,9 @@
 
 import contextlib
 import tomllib
-from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -18,9 +18,7 @@ from rollouts.codec import Call, encode
 from rollouts.config.model import LoraConfig
 from rollouts.config.schema import RLTrainingConfig, SFTTrainingConfig
 from rollouts.config.tables import OptimConfig
-from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.samples import SFTSample
-from rollouts.engines.local import open_local_engine
 from rollouts.engines.processes import find_free_port
 from rollouts.errors import (
     BackendClosed,
@@ -33,40 +31,36 @@ from rollouts.errors import (
     ServiceRefused,
 )
 from rollouts.futures import FutureGroup
-from rollouts.generation.async_rollout_manager import AsyncRolloutManager
-from rollouts.generation.generate import make_chat_generate
-from rollouts.loops.rl import run_rl_training
 from rollouts.loops.sft import run_sft_training
 from rollouts.models.load import resolve_model
-from rollouts.protocols import InferenceEngine
 from rollouts.testing import engine_contracts
 from rollouts.testing.torch_contracts import assert_weights_equal, make_batch
-from rollouts.types import LossSpec, OptimParams, RolloutBatch, SamplingParams
+from rollouts.types import LossSpec, OptimParams, RolloutBatch
 from tests.serve.clients import KEY
-from tests.serve.servers import ServerProcess, open_forks, open_process
-from tests.support.fake_tokenizer import FakeTokenizer
+from tests.serve.servers import open_forks, open_process
+from tests.support.plain_backend import open_engine_of
 from tests.support.processes import wait_until
 from tests.support.text_tables import cases
 from tests.unit.test_loops import MemoryLogger
 from tests.unit.test_pytorch_backend import CONTRACT, check_promise
-from tests.unit.test_rl_resume import reward_low_bytes
+from tests.unit.test_rl_resume import train
 
 OPTIM = OptimConfig(lr=1e-2, schedule="cosine", warmup_steps=3)
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory) -> Iterator[ServerProcess]:
+def service(tmp_path_factory):
     settings = {"snapshot_s": 5, "loss_modules": ["rollouts.testing.torch_contracts"]}
     with open_forks() as forks, open_process(forks, tmp_path_factory.mktemp("service"), **settings) as server:
         yield server
 
 
-def open_client(service: ServerProcess, key: str = KEY):
+def open_client(service, key=KEY):
     return open_service_client(service.url, key)
 
 
 @asynccontextmanager
-async def open_training(service: ServerProcess, **options) -> AsyncIterator[TrainingClient]:
+async def open_training(service, **options):
     async with open_client(service) as client:
         yield await client.create_training_client(**options)
 
@@ -80,7 +74,7 @@ INSIDE = {  # of what only a backend in this process has
 PROMISES = {name: check for name, check in CONTRACT.items() if name not in INSIDE}
 
 
-@pytest.mark.parametrize("promise", PROMISES.values(), ids=PROMISES)
+@cases("promise", PROMISES.values(), ids=PROMISES)
 async def test_a_run_of_a_service_keeps_the_promises_of_a_backend(promise, service, tmp_path):
     await check_promise(promise, lambda: open_training(service), tmp_path)
 
@@ -128,7 +122,7 @@ async def train_all(backend):
     return await backend.get_weights()
 
 
-async def kill_amid(service: ServerProcess, backend: TrainingClient):
+async def kill_amid(service, backend):
     for steps in (3, 14):
         await wait_until(lambda steps=steps: backend.statistics()["steps"] >= steps)
         await trio.to_thread.run_sync(service.kill_and_start)
@@ -138,7 +132,7 @@ async def kill_amid(service: ServerProcess, backend: TrainingClient):
 
 
 @asynccontextmanager
-async def open_engine(service: ServerProcess) -> AsyncIterator[InferenceEngine]:
+async def open_engine(service):
     async with open_training(service) as training:
         await training.publish(0)
         async with open_served_engine(training) as (engine, _):
@@ -152,7 +146,7 @@ PROMISED = (
 )
 
 
-@pytest.mark.parametrize("promise", PROMISED)
+@cases("promise", PROMISED)
 async def test_what_a_run_serves_keeps_the_promises_of_an_engine(promise, service):
     await promise(lambda: open_engine(service))
 
@@ -175,7 +169,7 @@ rollout = { num_prompts = 3, samples_per_prompt = 3, max_new_tokens = 6 }
 OWN = ("time/", "perf/", "weight_sync/")  # metrics that are of the place
 
 
-def assert_same_rows(found: list[dict[str, float]], wanted: list[dict[str, float]]):
+def assert_same_rows(found, wanted):
     """But for what is of the place."""
     for both in zip(found, wanted, strict=True):
         one, other = (
@@ -194,40 +188,15 @@ async def test_supervised_training_has_the_metrics_that_it_has_here(service):
     assert_same_rows(found, wanted)
 
 
-async def train_by_rewards(backend, engine, sync) -> list[dict[str, float]]:
-    buffer = DataBuffer([{"prompt": f"prompt {number}"} for number in range(7)], seed=5)
-    manager = AsyncRolloutManager(
-        buffer, engine, generate=make_chat_generate(FakeTokenizer()), config=RL_CONFIG.rollout,
-        reward=reward_low_bytes, seed=5,
-        sampling=SamplingParams(max_new_tokens=6, stop_token_ids=(257,)),
-        policy_version=lambda: backend.weight_version,
-    )  # fmt: skip
-    await sync(backend, [engine], 0)
-    return await run_rl_training(
-        backend, buffer, manager, [engine], RL_CONFIG, MemoryLogger(), seed=5, sync_weights=sync
-    )
-
-
 async def test_reinforcement_learning_has_the_metrics_that_it_has_here(service):
-    async def sync(backend, engines, version):
-        return {}
-
-    async with (
-        open_local() as backend,
-        open_local_engine(
-            backend.model,
-            device_thread=backend.device_thread,
-            mode="shared",
-            trainer_version=lambda: backend.weight_version,
-            deterministic=True,
-        ) as engine,
-    ):
-        wanted = await train_by_rewards(backend, engine, sync)
+    async with open_local() as backend, open_engine_of(backend, deterministic=True) as engine:
+        wanted = await train(backend, engine, RL_CONFIG, sync_weights=AsyncMock(return_value={}))
     async with (
         open_training(service, optim=OPTIM, total_steps=20) as backend,
         open_served_engine(backend) as (engine, publish),
     ):
-        found = await train_by_rewards(backend, engine, publish)
+        await publish(backend, [engine], 0)
+        found = await train(backend, engine, RL_CONFIG, sync_weights=publish)
     assert_same_rows(found, wanted)
     assert [row["weight_sync/engines_updated"] for row in found] == [1.0] * 3
     assert max(row["weight_sync/probe_difference/max"] for row in found) < 1e-4
@@ -277,8 +246,7 @@ async def test_who_attaches_to_a_run_goes_on_behind_all_that_was_asked(service):
 
 
 async def test_a_service_that_stays_away_fails_what_is_asked_and_all_behind_it():
-    nowhere = f"http://127.0.0.1:{find_free_port()}"
-    async with open_service_client(nowhere, KEY, patience_s=0.5) as client:
+    async with open_service_client(f"http://127.0.0.1:{find_free_port()}", KEY, patience_s=0.5) as client:
         backend = TrainingClient("s:train:0", client.connection, 1)
         client.nursery.start_soon(backend.run)
         for future in (backend.hold(), backend.look()):
@@ -289,7 +257,7 @@ async def test_a_service_that_stays_away_fails_what_is_asked_and_all_behind_it()
 UNSENDABLE = {"here": {"a": print}, "there": {"a": [1]}}
 
 
-@pytest.mark.parametrize("refused", UNSENDABLE)
+@cases("refused", UNSENDABLE)
 async def test_what_cannot_be_sent_fails_like_a_step_and_the_run_goes_on(refused, service, tmp_path):
     async with open_training(service) as backend:
         bad = backend.forward_backward(BATCHES[0], LossSpec("sft", UNSENDABLE[refused]))
@@ -305,7 +273,7 @@ async def test_what_cannot_be_sent_fails_like_a_step_and_the_run_goes_on(refused
         await backend.hold()
 
 
-@pytest.mark.parametrize("loss", [LossSpec("os:system"), LossSpec("ppo_clip", {"correction": "os:system"})])
+@cases("loss", [LossSpec("os:system"), LossSpec("ppo_clip", {"correction": "os:system"})])
 async def test_a_service_imports_no_module_that_a_client_names(loss, service):
     async with open_training(service) as backend:
         with pytest.raises(BackendError, match=r"serve\.loss_modules"):

@@ -99,8 +99,7 @@ def test_a_result_comes_back_with_the_classes_of_its_metrics(metrics, row):
     seen = TokenArrays(log_probs=(row,), slopes=(row,), weights=(row,))
     result = ForwardBackwardResult(loss=1.5, denominator=2.0, metrics=metrics, per_token=seen, seconds=0.25)
     answer = Answer(forward_backward=pack_result(result), weight_version=1, statistics={"steps": 1.0})
-    found = decode(encode(answer), Answer)
-    assert_same(unpack_result(found.forward_backward), result)
+    assert_same(unpack_result(decode(encode(answer), Answer).forward_backward), result)
 
 
 def test_samples_and_completions_come_back():
@@ -124,8 +123,7 @@ def pack_array(dtype: str, *shape: int) -> bytes:
     """A Call whose batch has an array of eight bytes that says this as its first row."""
     head = msgpack.encode((dtype, shape))
     array = msgpack.Ext(1, bytes([len(head)]) + head + b"x" * 8)
-    batch = {"tokens": [array], "loss_masks": [array]}
-    return msgpack.encode(CALL | {"batch": batch})
+    return msgpack.encode(CALL | {"batch": {"tokens": [array], "loss_masks": [array]}})
 
 
 HOSTILE = {
@@ -159,7 +157,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("hostile", HOSTILE)
+@cases("hostile", HOSTILE)
 def test_what_is_no_call_is_refused_by_name(hostile):
     message, said = HOSTILE[hostile]
     with pytest.raises(MessageRefused, match=said):

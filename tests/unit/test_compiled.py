@@ -14,9 +14,11 @@ from rollouts.backends.open import open_pytorch_backend
 from rollouts.config.schema import RunConfig
 from rollouts.config.tables import OptimConfig
 from rollouts.errors import ConfigError, ModelError
+from rollouts.models.devices import rounding_products
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.layers import compile_layers
 from rollouts.models.load import resolve_model
+from rollouts.models.packed_attention import register_packed_attention
 from rollouts.testing.engine_contracts import make_request
 from rollouts.testing.torch_contracts import SFT, make_batch
 from tests.support.plain_backend import assert_gradients_close, load_tiny, take_gradients
@@ -84,6 +86,7 @@ async def test_compiled_layers_give_the_losses_and_gradients_of_plain_ones(kind,
 
 
 def test_batches_of_changing_lengths_need_no_more_programs():
+    register_packed_attention()  # as every engine and packed batch does
     model, counting = load_tiny("gemma"), CompileCounter()
     assert compile_layers(model, backend=counting) == model.config.num_hidden_layers
     made = []
@@ -92,6 +95,25 @@ def test_batches_of_changing_lengths_need_no_more_programs():
         made.append(counting.frame_count)
     # one sequence and several, each for layers with a window and without
     assert 2 <= made[1] == made[-1] <= 4
+
+
+def test_compiled_layers_round_their_products_as_plain_ones_do():
+    model, cpu = load_tiny("llama"), torch.device("cpu")
+    register_packed_attention()
+    ids = torch.arange(34).view(2, 17)
+
+    def run() -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad()
+        with rounding_products(torch.bfloat16, cpu):
+            logits = model(input_ids=ids, use_cache=False).logits
+            logits.log_softmax(-1)[..., 3].sum().backward()
+        return logits.detach(), take_gradients(model)
+
+    logits, gradients = run()
+    compile_layers(model, backend="aot_eager")
+    found, again = run()
+    torch.testing.assert_close(found, logits, rtol=0.02, atol=0.02)
+    assert_gradients_close(again, gradients, 0.02)
 
 
 @cases("kind: llama gemma")

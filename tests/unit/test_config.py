@@ -101,6 +101,14 @@ def test_every_alias_points_to_settings_that_exist():
 of_rl                              | of_rollouts | rule
 kl_coef = 0.1; kl_estimator = "k3" | | rl: kl_estimator='k3' with kl_in='reward'
 kl_coef = 0.1; kl_in = "loss"      | | rl: kl_estimator='k1' with kl_in='loss'
+kl_ref_limit = 0.1                 | | rl: kl_ref_limit with kl_coef=0
+kl_coef = 0.1; kl_estimator = "exact" | | rl: kl_estimator='exact' with kl_in='reward'; KL in the reward is k1
+EXACT | [reference]; dtype = "4bit" | rl.kl_estimator='exact' with reference=
+EXACT | [reference]; where = "http://h:1" | rl.kl_estimator='exact' with reference=
+EXACT | [reference]; update = "reset(every=1)" | rl.kl_estimator='exact' with reference=
+EXACT | [model.lora]                | rl.kl_estimator='exact' with reference=
+EXACT | [distributed]; ranks = 2    | rl.kl_estimator='exact' with reference=
+changes = { from_step = 2, EXACT } | [reference]; dtype = "8bit" | rl.kl_estimator='exact' with reference=
 max_staleness = 1                  | | engine.mode='shared' with rl.sync_every=1, rl.max_staleness=1
 sync_every = 3                     | | rl: max_staleness=0 is below sync_every - 1 = 2
 loss = "gspo"; clip_low = 0.1      | | rl: clip_low=0.1 with loss='gspo'
@@ -109,6 +117,7 @@ kl_control = "fixed("              | | rl: 'fixed(' is not of the form name
 epochs = 0.5                       | | rl: steps=4 and epochs=0.5; set one of the two, and the other to 0
 changes = { from_step = 2 }        | | rl: changes with from_step=2 changes nothing
 | group_reward = "rewards.py:rank" | rl: rollout.group_reward beside rollout.reward
+| rewards.a.group_reward = "final" | rl: rollout.rewards beside rollout.reward, group_reward, reward_model
 | environment = "a:b"; agent = "b" | rl: rollout.generate, rollout.environment and rollout.agent each make the
 | tools = ["a.py:add"]; agent = "b" | rl: rollout.tools are of a conversation that this run leads
 | replay = 1 | rl: rollout.replay=1 with max_staleness=0
@@ -120,6 +129,8 @@ def test_a_combination_that_cannot_work_is_refused(write, of_rl, of_rollouts, ru
     """Among others: samples are scored one by one or by group, one thing makes the trajectories, groups train
     again only where samples may be old, and a ranker needs groups that compete.
     """
+    exact = 'kl_coef = 0.1; kl_in = "loss"; kl_estimator = "exact"'
+    of_rl = of_rl.replace("EXACT", exact.replace("; ", ", " if "{" in of_rl else "; "))
     text = RL.replace("steps = 4", f"steps = 4; {of_rl}") + of_rollouts
     (problem,) = problems_of(write(text.replace(";", "\n")))
     assert problem.startswith(rule)
@@ -157,6 +168,14 @@ def test_a_wrong_flag_is_named_with_its_key(write, flags, problems):
     starts = problems.split(" / ")
     found = problems_of(write(RL), words)
     assert [line[: len(start)] for line, start in zip(found, starts, strict=True)] == starts
+
+
+def test_an_address_with_a_password_is_refused_before_it_is_in_a_record_and_not_shown(write):
+    flags = ["--engine.kind", "vllm", "--engine.urls", '["http://user:hunter2@host:1"]']
+    found = problems_of(write(RL), [*flags, "--reference.where", "http://user:hunter2@host:2"])
+    for key in ("engine.urls", "reference.where"):
+        assert f"{key} has an address with a user or a password, which the record would show" in found
+    assert "hunter2" not in str(found)
 
 
 def test_all_problems_of_a_file_are_listed_one_a_line(write):
@@ -254,7 +273,7 @@ policy_weight = 0.5
 def test_the_explanation_has_every_setting_once_and_there_are_few():
     text = explain_config()
     shown = re.findall(r"^- `([a-z0-9_.]+)` = `.*\(", text, re.MULTILINE)
-    assert len(shown) == len(set(shown)) <= 148
+    assert len(shown) == len(set(shown)) <= 168
     assert text.endswith(f"\n{len(shown)} settings\n")
     names = {key.rpartition(".")[2] for key in shown}
     for key in config_keys().values():

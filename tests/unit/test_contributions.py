@@ -39,15 +39,30 @@ def test_a_row_says_which_sample_with_which_advantage_weight_and_share():
     assert read_back(make_update(), **places) == json.loads("""[
     {"update": 1, "id": "a", "group_index": 4, "row": 0, "advantage": 1.0, "weight": 0.75, "share": 0.5,
      "tokens": 2, "reward": 1.0, "loss": -0.0625, "denominator": 3.0,
+     "kl_coef": 0.05, "lr": 3e-4, "grad_norm": 2.5, "clipped": true,
      "shard": "rl-1-000000.bin", "offset": 0, "length": 3},
     {"update": 1, "id": "b", "group_index": 4, "row": 1, "advantage": -2.0, "weight": 2.0, "share": 0.5,
      "tokens": 1, "reward": -0.5, "loss": -0.0625, "denominator": 3.0,
+     "kl_coef": 0.05, "lr": 3e-4, "grad_norm": 2.5, "clipped": true,
      "shard": "rl-1-000000.bin", "offset": 160, "length": 2} ]""")
 
 
+def test_a_row_has_the_parts_of_its_reward_and_its_kl_to_the_reference():
+    update = make_update()
+    samples = [dataclasses.replace(one, rewards={"vote": 1.0, "short": 0.5}) for one in update.batch.samples]
+    # of row a 0.25 + 0.5, of row b -0.125
+    own = floats([0, -1.0, -0.5], [0, -2.0])
+    reference = floats([0, -1.25, -1.0], [0, -1.875])
+    batch = dataclasses.replace(
+        update.batch, samples=samples, old_log_probs=own, rollout_log_probs=own, ref_log_probs=reference
+    )
+    rows = read_back(make_update(batch=batch))
+    assert [row["kl"] for row in rows] == [0.75, -0.125]
+    assert [row["rewards"] for row in rows] == 2 * [{"vote": 1.0, "short": 0.5}]
+
+
 def test_without_arrays_a_row_names_no_shard_and_without_traces_it_has_neither_weight_nor_share():
-    forward = dataclasses.replace(make_update().forward, per_token=None)
-    rows = read_back(make_update(forward=forward))
+    rows = read_back(make_update(forward=dataclasses.replace(make_update().forward, per_token=None)))
     assert [set(row) & {"shard", "offset", "length", "weight", "share"} for row in rows] == [set(), set()]
     assert [row["advantage"] for row in rows] == [1.0, -2.0]
 
@@ -58,7 +73,7 @@ SKIPPED = {
 }
 
 
-@pytest.mark.parametrize(("part", "loss"), [("forward", None), ("optim", -0.0625)])
+@cases("part, loss", [("forward", None), ("optim", -0.0625)])
 def test_a_skipped_update_has_a_row_for_every_sample_says_why_and_gives_nobody_a_share(part, loss):
     update, skipped = make_update(**{part: SKIPPED[part]}), SKIPPED[part].skipped
     rows = read_back(update)
@@ -66,8 +81,7 @@ def test_a_skipped_update_has_a_row_for_every_sample_says_why_and_gives_nobody_a
     assert not any("weight" in row for row in rows)
     assert all(row["skipped"] == skipped for row in rows)
     words = write_line(update).split()
-    norm = words[words.index("grad_norm") + 1 :][:2]
-    assert (norm == ["-", "-"]) == (update.optim.grad_norm is None)
+    assert (words[words.index("grad_norm") + 1 :][:2] == ["-", "-"]) == (update.optim.grad_norm is None)
 
 
 COLUMNS = "step update version loss kl beta grad_norm lr samples zero_advantage tokens"
@@ -78,8 +92,7 @@ def test_lines_are_aligned_and_what_an_update_has_not_is_a_dash():
     forward = ForwardBackwardResult(loss=1.0, denominator=1.0, metrics={"advantage/skipped_rows": Total(1.0)})
     optim = OptimStepResult(step=1, lr=1e-5, grad_norm=0.1, clipped=False)
     bare = make_update(update=0, forward=forward, kl_coef=None, optim=optim)
-    critic = update._replace(part="critic", contributes=False)
-    lines = [write_line(one) for one in (update, bare, critic)]
+    lines = [write_line(one) for one in (update, bare, update._replace(part="critic", contributes=False))]
     for word in COLUMNS.split():
         assert len({line.index(f"{word} ") for line in lines}) == 1, word
     for part in ("kl          -", "beta         -", "zero_advantage     1", "whole"):

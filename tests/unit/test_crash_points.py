@@ -4,15 +4,14 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from rollouts.crash_points import POINTS, arm_crash_points, reach
 from rollouts.errors import ConfigError, CrashPointReached
+from tests import ROOT
 from tests.support.text_tables import cases
 
-ROOT = Path(__file__).resolve().parents[2]
 POINT = "train.before_optim_step"
 
 

@@ -72,8 +72,7 @@ def test_a_curriculum_that_cannot_be_read_or_exits_has_failed(raised):
 
 
 def test_the_only_source_may_have_another_name_after_a_resume():
-    learned = SourceStatistics(drawn=3, batches=1, samples=2, reward_sum=0.3)
-    saved = {"source-0": learned._asdict()}
+    saved = {"source-0": SourceStatistics(drawn=3, batches=1, samples=2, reward_sum=0.3)._asdict()}
     assert decode_statistics(json.loads(json.dumps(saved)), ["easy"])["easy"].mean_reward == 0.3 / 2
 
 

@@ -53,8 +53,7 @@ def test_a_pattern_means_its_files_in_the_order_of_their_names(tmp_path):
     write_jsonl(tmp_path / "part-b.jsonl", {"prompt": "3"})
     (tmp_path / "part-a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "1"}\n{"prompt": "2"}\n'))
     (tmp_path / "part-dir.jsonl").mkdir()
-    other = write_jsonl(tmp_path / "[o]ther.jsonl", {"prompt": "no"})
-    assert load_prompts(path=other) == ["no"]
+    assert load_prompts(path=write_jsonl(tmp_path / "[o]ther.jsonl", {"prompt": "no"})) == ["no"]
     assert load_prompts(path=tmp_path / "part-*") == ["1", "2", "3"]
     assert load_prompts(path=tmp_path / "**/part-*", size=2) == ["1", "2"]
 

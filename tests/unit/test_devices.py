@@ -13,7 +13,13 @@ from rollouts.backends.open import choose_autocast_dtype
 from rollouts.config.model import ModelConfig
 from rollouts.config.schema import RunConfig
 from rollouts.errors import ConfigError
-from rollouts.models.devices import choose_device, read_free_gpu_memory
+from rollouts.models.devices import (
+    choose_device,
+    measure_rounding,
+    read_free_gpu_memory,
+    rounding_products,
+    unrounded,
+)
 from rollouts.ranks.launch import Launch
 from rollouts.ranks.meet import connect
 from tests.support.text_tables import cases
@@ -68,6 +74,45 @@ def test_auto_computes_in_bfloat16_only_on_a_gpu_that_multiplies_it(monkeypatch)
     assert choose_autocast_dtype("auto", torch.device("cuda:1")) is None
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     assert choose_autocast_dtype("auto", torch.device("cuda:1")) == torch.bfloat16
+
+
+@cases("""
+autocast | known | gain | outcome
+off      | yes   | 3.0  | None
+auto     | yes   | 3.0  | bfloat16
+auto     | yes   | 0.8  | None
+auto     | no    | 1.0  | None
+bfloat16 | yes   | 0.8  | bfloat16
+bfloat16 | no    | 1.0  | model.autocast='bfloat16', but this CPU
+""")
+def test_auto_computes_in_bfloat16_on_a_cpu_that_is_found_to_be_faster_with_it(
+    monkeypatch, autocast, known: bool, gain: float, outcome
+):
+    monkeypatch.setattr("rollouts.backends.open.measure_rounding", lambda: (known, gain))
+    try:
+        found = str(choose_autocast_dtype(autocast, torch.device("cpu"))).removeprefix("torch.")
+    except ConfigError as error:
+        found = str(error)[: len(outcome)]
+    assert found == outcome
+
+
+def test_products_are_of_factors_rounded_to_bfloat16_summed_in_float32_and_attention_is_not():
+    cpu, rng = torch.device("cpu"), torch.Generator().manual_seed(0)
+    left, right = torch.randn(512, 1024, generator=rng), torch.randn(1024, 1024, generator=rng)
+    rows = torch.randn(1, 2, 32, 16, generator=rng)
+    exact, rounded = left @ right, left.bfloat16().float() @ right.bfloat16().float()
+    attend = unrounded(torch.nn.functional.scaled_dot_product_attention)
+    attended = attend(rows, rows, rows)
+    with rounding_products(torch.bfloat16, cpu):
+        found, again = left @ right, attend(rows, rows, rows)
+        with rounding_products(None, cpu):
+            inner = left @ right
+    known, gain = measure_rounding()
+    torch.testing.assert_close(found, rounded if known else exact, rtol=1e-3, atol=1e-3)
+    assert gain > 0
+    assert torch.equal(again, attended)
+    assert torch.equal(inner, exact)
+    assert torch.equal(left @ right, exact)  # as it was
 
 
 # --- ranks --------------------------------------------------------------------------------------------------

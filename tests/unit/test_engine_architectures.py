@@ -3,13 +3,15 @@ positions.
 """
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from rollouts.errors import EngineError, ModelError
-from rollouts.models.decoding import decoder
+from rollouts.models.decoding import batch, decoder
 from rollouts.models.decoding.batch import open_decoder
 from rollouts.models.limits import DEFAULT_CONTEXT
 from rollouts.models.load import load_hf_model, resolve_model
@@ -69,6 +71,36 @@ async def test_log_probs_are_the_models_own_when_everything_is_recomputed(kind, 
     async with open_engine(model, max_rows=5) as engine:
         assert (engine.path, engine.statistics()["recomputes"]) == ("recompute", 1.0)
         await check_exact(engine, model, make_requests(12))
+
+
+@cases("""
+cached | recompute | limit
+9e-5   | 0.0       |
+3e-4   | 9e-5      |
+3e-4   | 7e-5      | 0.00028
+3e-4   | 1e-5      | 0.0001
+0.011  | 1.0       | 0.01
+nan    | 1e-3      | 0.004
+""")
+def test_the_limit_of_a_probe_is_what_rounding_in_the_models_own_forward_explains(
+    cached: float, recompute: float, limit, monkeypatch, caplog
+):
+    found = iter([cached, recompute])
+    monkeypatch.setattr(batch, "measure_difference", lambda decoded, lengths: next(found))
+    monkeypatch.setattr(batch, "RecomputeDecoder", Mock())
+    monkeypatch.setattr(batch, "DecodeBatch", Mock())
+    with pytest.raises(ModelError, match=f"the limit is {limit}") if limit else nullcontext():
+        batch.check_log_probs(Mock(), (5,))
+    assert ["so this is rounding" in said for said in caplog.messages] == [True] * (
+        cached > 1e-4 and not limit
+    )
+
+
+async def test_a_recurrence_that_amplifies_rounding_is_generated_with():
+    """Weights so large that its own forward on five rows differs by up to 0.001 nats from that on one."""
+    model = make_model("Mamba", state_size=16, initializer_range=1.0, num_hidden_layers=4, hidden_size=128)
+    async with open_engine(model, max_rows=5) as engine:
+        assert engine.path == "cached"
 
 
 # --- rows ---------------------------------------------------------------------------------------------------

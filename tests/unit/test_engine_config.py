@@ -51,7 +51,7 @@ def test_a_missing_environment_is_refused_with_the_command_that_makes_it(elsewhe
 
 
 def test_an_environment_beside_the_run_is_found_and_a_named_one_comes_first(elsewhere):
-    beside = elsewhere / ".venv-vllm" / "bin" / "python"
+    beside = elsewhere / ".venv-vllm/bin/python"
     beside.parent.mkdir(parents=True)
     beside.symlink_to(sys.executable)
     # by the name of its link, or it would not be that environment
@@ -124,12 +124,12 @@ def env(tmp_path, monkeypatch):
 
 
 def test_vllm_is_installed_after_torch_and_without_what_it_would_drag_in(env):
-    python = env.into / "bin" / "python"
+    python = env.into / "bin/python"
     assert env.install()[-1].endswith(f'engine.python = "{python}"')
     pip = f"{python} -m pip install --quiet --no-compile"
     wanted = f"""{sys.executable} -m venv {env.into}
 {pip} torch==2.13.0
-{pip} --no-deps -r {FILES / "vllm" / "requirements.txt"}
+{pip} --no-deps -r {FILES / "vllm/requirements.txt"}
 {python} -W ignore -c import vllm.entrypoints.openai.api_server"""
     assert env.commands == wanted.splitlines()
 

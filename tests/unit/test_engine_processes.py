@@ -71,7 +71,7 @@ async def test_servers_are_waited_for_and_have_a_port_a_log_and_a_secret_key_eac
         assert first.url != second.url and first.api_key != second.api_key
         for number, process in enumerate(processes):
             assert process.url.startswith("http://127.0.0.1:")
-            assert process.log_path == tmp_path / "logs" / f"{kind}-{number}.log"
+            assert process.log_path == tmp_path / f"logs/{kind}-{number}.log"
             assert process.log_path.stat().st_mode & 0o777 == 0o600
             server = psutil.Process(process.process.pid)
             for one in (server, *server.parents()[:2]):  # and the inner and the outer guard
@@ -92,8 +92,7 @@ async def test_a_server_that_does_not_start_is_an_error_that_says_why_and_leaves
     tmp_path, behaviour, message
 ):
     """Of its log 20 lines are shown: 19 of the 40 that it counted, and the error."""
-    command = fake_command(tmp_path, **{behaviour: 3})
-    await check_not_started(command, message)
+    await check_not_started(fake_command(tmp_path, **{behaviour: 3}), message)
 
 
 async def test_a_server_that_is_never_ready_is_an_error_after_start_s(tmp_path, monkeypatch):

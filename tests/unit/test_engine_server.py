@@ -41,7 +41,7 @@ from tests.unit.server_engines import (
 
 
 @BOTH
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@cases("check", CHECKS, ids=lambda check: check.__name__)
 async def test_engines_keep_their_contract(dialect, check, autojump_clock):
     await check(partial(open_engine, dialect))
 

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rollouts.engines.local.engine import open_local_engine
 from rollouts.errors import CheckpointError, EngineError
 from rollouts.testing.fakes import ScriptedEngine
 from rollouts.testing.torch_contracts import assert_weights_equal, make_batch, train
@@ -18,6 +17,7 @@ from rollouts.weight_sync.engine_weights import (
 )
 from rollouts.weight_sync.sync import WeightSync
 from rollouts.weight_sync.update import make_probe
+from tests.support.plain_backend import open_engine_of
 from tests.unit.test_pytorch_backend import open_backend
 
 
@@ -25,12 +25,7 @@ from tests.unit.test_pytorch_backend import open_backend
 async def open_both(mode="copied"):
     async with (
         open_backend() as backend,
-        open_local_engine(
-            backend.model,
-            device_thread=backend.device_thread,
-            mode=mode,
-            trainer_version=lambda: backend.weight_version,
-        ) as engine,
+        open_engine_of(backend, mode) as engine,
     ):
         yield backend, engine
 

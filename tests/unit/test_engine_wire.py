@@ -54,7 +54,7 @@ SGLANG = """{"text":"&x%","output_ids":[38,176,37],"meta_info":{"id":"0123456789
 "cached_tokens_details":{"device":2,"host":0},"dp_rank":null,"e2e_latency":0.02587,
 "response_sent_to_client_ts":1795307587.6366959}}"""
 BODIES = {"vllm": VLLM, "sglang": SGLANG}
-BOTH = pytest.mark.parametrize("kind", BODIES)
+BOTH = cases("kind", BODIES)
 NOTHING = '{"finish_reason":"length","token_ids":[],"logprobs":{"content":[]},"weight_versions":[]}'
 
 
@@ -228,8 +228,7 @@ async def test_prompts_are_scored_token_by_token(scores, expected: Any):
     with (
         nullcontext() if expected else pytest.raises(ReplyError, match=r"3 tokens are scored|log-probs \[nan")
     ):
-        found = (await parse("vllm", body, scored=True)).prompt_log_probs
-        assert found.tolist() == expected
+        assert (await parse("vllm", body, scored=True)).prompt_log_probs.tolist() == expected
 
 
 async def send(kind, **sampling):

@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from rollouts.config.tables import RolloutConfig
+from rollouts.config.rollout import RolloutConfig
 from rollouts.environments.episode import make_agent_generate, make_formats
 from rollouts.environments.protocol import Observation, Tool, World
 from rollouts.errors import EnvironmentFailed, NotEnoughSamples, ToolError, TrajectoryLeftOut
@@ -22,9 +22,16 @@ from rollouts.generation.collector import STOP_S
 from rollouts.generation.continuing import ContinuingEngine, note_progress
 from rollouts.generation.generate import append_completion
 from rollouts.generation.group import Member
-from rollouts.generation.samples import TRAJECTORY
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
-from rollouts.types import ChatMessage, GenerateRequest, RewardResult, Sample, SamplingParams, Status
+from rollouts.types import (
+    TRAJECTORY,
+    ChatMessage,
+    GenerateRequest,
+    RewardResult,
+    Sample,
+    SamplingParams,
+    Status,
+)
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 from tests.support.text_tables import cases
 from tests.unit.manager_runs import ROWS, make_run, say

@@ -152,8 +152,7 @@ async def test_an_engine_that_fails_every_request_at_once_draws_no_others_and_di
     """Though its health is fine."""
     a, b, warnings = FakeEngine("a", fail(error, wait_s=0.01)), FakeEngine("b", seconds=10), []
     async with fleet_of(a, b, warnings=warnings, max_concurrency=64) as fleet:
-        results = await gather(fleet, *NAMES[:200])
-        assert all(isinstance(result, Completion) for result in results)
+        assert all(isinstance(result, Completion) for result in await gather(fleet, *NAMES[:200]))
         assert state_of(fleet, "a") in ("dead", "stale") and len(a.asked) < 200
     assert warnings[0].startswith("a is dead: 3 failures without one success") and str(error) in warnings[0]
 

@@ -342,8 +342,7 @@ async def test_a_member_that_leaves_finishes_or_hands_over(autojump_clock):
 
 async def test_the_fleet_is_as_weak_as_its_weakest():
     a = FakeEngine("a", context_length=32, gaps=("no seeds", "slow"), seeds=False)
-    b = FakeEngine("b", keep_pause=False, gaps=("slow",), checksum=True)
-    async with fleet_of(a, b) as fleet:
+    async with fleet_of(a, FakeEngine("b", keep_pause=False, gaps=("slow",), checksum=True)) as fleet:
         features = fleet.features
     assert (features.name, features.context_length, features.gaps) == ("fleet", 32, ("no seeds", "slow"))
     assert not any((features.seeds, features.keep_pause, features.in_memory_update, features.checksum))

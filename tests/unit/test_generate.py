@@ -16,8 +16,7 @@ PENDING = Sample(id="g00000000-s000", prompt="hi", group_index=0, metadata={"ans
 
 
 async def generate(engine, sample=PENDING, tokenizer=None):
-    chat_generate = make_chat_generate(tokenizer or FakeTokenizer())
-    return await chat_generate(sample, engine, SAMPLING)
+    return await make_chat_generate(tokenizer or FakeTokenizer())(sample, engine, SAMPLING)
 
 
 async def test_a_sample_has_the_prompt_and_the_sampled_tokens_with_one_value_each():

@@ -45,8 +45,7 @@ async def next_version(run):
 
 
 async def test_groups_that_finish_first_win_when_staleness_is_allowed(autojump_clock):
-    script = say("ok", lambda name: 100.0 - 20 * group_of(name))
-    run = make_ahead(script)
+    run = make_ahead(say("ok", lambda name: 100.0 - 20 * group_of(name)))
     assert await run.take() == [2, 3]
     assert run.count("held/unfinished") == 2  # those that were slower go on in the next batch
     assert run.upcoming(1) == STREAM[4:5]
@@ -224,7 +223,8 @@ async def test_metrics_of_a_batch_worked_by_hand():
     expected = """groups/drawn 4, groups/kept 2, groups/dropped/not_chosen 1, groups/dropped/surplus 1,
         groups/accepted_frac 0.6666667, response_length/mean 4.5, response_length/min 3,
         response_length/max 8, truncated/frac 0.25, reward/mean 0.75, reward/std 0.4330127,
-        reward/part/right/mean 0.25, reward/part/two_words/mean 0.5, groups/zero_std_frac 0.6666667,
+        reward/part/right/mean 0.25, reward/part/two_words/mean 0.5,
+        reward/part/right/std 0.4330127, reward/part/two_words/std 0.5, groups/zero_std_frac 0.6666667,
         groups/reward_std/mean 0.1666667"""
     named = dict(one.split() for one in expected.split(","))
     assert metrics == {name: pytest.approx(float(value), abs=1e-6) for name, value in named.items()}
@@ -351,8 +351,7 @@ async def test_what_fails_beside_training_is_raised_by_the_next_call_and_the_one
         with pytest.raises(type(error)):
             await run.take()
         run.advance(1)
-        batch = await run.manager.generate_batch()
-        assert sorted(prompts_of(batch)) == sorted(STREAM[2:4])
+        assert sorted(prompts_of(await run.manager.generate_batch())) == sorted(STREAM[2:4])
     run.check_prompts(STREAM[:4])
 
 

@@ -214,7 +214,7 @@ async def test_a_url_that_is_none_or_holds_a_key_is_refused_unshown(url):
 # --- the stock of clients ---
 
 
-@pytest.mark.parametrize(("headers", "used"), [(b"connection: close\r\n", [0, 1, 2]), (b"", [0, 0, 0])])
+@cases("headers, used", [(b"connection: close\r\n", [0, 1, 2]), (b"", [0, 0, 0])])
 async def test_a_connection_is_used_again_unless_it_is_over(headers, used):
     async with open_both(always(REPLY.replace(OK, OK + headers))) as (server, client):
         for _ in range(3):

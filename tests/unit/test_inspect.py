@@ -80,7 +80,7 @@ def test_damaged_lines_are_counted_and_said_and_a_torn_one_apart(tmp_path):
 
 def test_names_that_differ_in_case_and_odd_names_are_read(tmp_path):
     odd = {"a'b/\"c": 1.0, "loss/A": 2.0, "loss/a": 3.0, "Step": 4, "": 5.0}
-    root = write_rows(tmp_path / "it's [a] *run" / "metrics.jsonl", odd).parent
+    root = write_rows(tmp_path / "it's [a] *run/metrics.jsonl", odd).parent
     with open_record(root, points=True) as record:
         for name in ("a'b/\"c", "loss/A"):
             assert record.read_curve("rl", name).values.tolist() == [odd[name]]
@@ -89,8 +89,8 @@ def test_names_that_differ_in_case_and_odd_names_are_read(tmp_path):
 def test_what_is_no_run_and_what_leads_out_of_it_is_refused(tmp_path):
     with pytest.raises(RunDirError, match="not a run directory"), open_record(tmp_path):
         pass
-    write_rows(tmp_path / "run" / "metrics.jsonl", {})
-    (tmp_path / "run" / "spans.jsonl").symlink_to(write_rows(tmp_path / "other.jsonl", {}))
+    write_rows(tmp_path / "run/metrics.jsonl", {})
+    (tmp_path / "run/spans.jsonl").symlink_to(write_rows(tmp_path / "other.jsonl", {}))
     with pytest.raises(RunDirError, match="outside"), open_record(tmp_path / "run"):
         pass
 
@@ -148,7 +148,7 @@ def test_a_run_without_rows_says_so(tmp_path, capsys):
 
 
 def test_runs_are_compared_at_equal_steps(tmp_path, capsys):
-    first, second = write_run(tmp_path / "a" / "x", reward__std=1.0), write_run(tmp_path / "b" / "x")
+    first, second = write_run(tmp_path / "a/x", reward__std=1.0), write_run(tmp_path / "b/x")
     (second / "config.toml").write_text("seed = 1\n")
     write_rows(second / "metrics.jsonl", *({"step": step, "reward/mean": 1.0} for step in range(1, 11)))
     text = " ".join(read_command(capsys, "inspect", first, second).split())

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from rollouts.errors import RunDirError, StorageError
+from rollouts.errors import RecordLost, RunDirError, StorageError
 from rollouts.metrics import jsonl
 from rollouts.metrics.jsonl import (
     RecordFile,
@@ -42,7 +42,7 @@ def test_parts_are_listed_in_the_order_of_their_numbers(tmp_path):
     found = " ".join(path.name for path in list_parts(run_dir.metrics))
     assert found == "metrics.jsonl metrics.1.jsonl metrics.2.jsonl metrics.10.jsonl"
     assert list_parts(run_dir.samples) == [tmp_path / "samples.1.jsonl"]
-    assert list_parts(tmp_path / "gone" / "metrics.jsonl") == []
+    assert list_parts(tmp_path / "gone/metrics.jsonl") == []
 
 
 def test_a_run_directory_may_stand_beside_another_whose_name_ends_in_a_number(tmp_path):
@@ -61,6 +61,16 @@ def test_a_full_part_is_followed_by_the_next_also_in_the_next_attempt(path, monk
     parts = [path, part_path(path, 1), part_path(path, 2)]
     assert list_parts(path) == parts
     assert [part.read_bytes() for part in parts] == [b"".join(lines[at : at + 2]) for at in (0, 2, 4)]
+
+
+def test_of_a_run_without_end_the_newest_parts_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(jsonl, "PART_BYTES", 1)
+    file = RecordFile(tmp_path / "samples.jsonl", keep=2)
+    for number in range(5):
+        file.append(b'{"step":%d}\n' % number)
+    file.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["samples.3.jsonl", "samples.4.jsonl"]
+    assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [3, 4]
 
 
 def test_a_part_is_on_the_device_before_the_next_has_its_name(path, monkeypatch):
@@ -86,7 +96,7 @@ def test_a_torn_last_line_is_left_out_reported_and_repaired_by_the_next_attempt(
     assert last.read_bytes() == make_line(2) + make_line(3)
 
 
-@cases("damage", [b"{broken", b"[1]", b"", b"\xff\xfe"])
+@cases("damage", [b"{broken", b"[1]", b"", b"\xff\xfe", b'{"attempt":"2"}', b'{"step":1.5}', b'{"stage":[]}'])
 @cases("part: 0 2")
 def test_damage_before_the_last_line_is_named(path, damage, part: int):
     for number in range(part):
@@ -131,6 +141,56 @@ def test_an_attempt_that_left_only_such_rows_has_its_number_to_itself(tmp_path, 
     ):
         path.write_text(text)
         assert next_attempt(run_dir) == attempt
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(StorageError, match=r"jsonl cannot be read .*; restore it"):
+        next_attempt(run_dir)
+
+
+# --- a record that is taken away ----------------------------------------------------------------------------
+
+
+def take_away(path, deed):
+    match deed:
+        case "delete":
+            path.unlink()
+        case "rotate":
+            path.rename(path.with_name("old"))
+            path.touch()
+        case "cut":
+            os.truncate(path, len(make_line(1)) + 3)
+        case "move":
+            path.parent.rename(path.parent.with_name("moved"))
+
+
+def test_rows_that_are_taken_before_the_attempt_has_written_any_are_missed(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(make_line(1))
+    file = RecordFile(path)
+    path.unlink()
+    with pytest.raises(RecordLost):
+        file.close()
+
+
+@cases("deed: delete rotate cut move")
+@cases("more: yes no")
+def test_rows_go_on_in_another_file_where_somebody_took_the_record_and_the_run_is_told(
+    tmp_path, deed, more: bool
+):
+    """At the next row, or where none follows at the close."""
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    file = RecordFile(path)
+    file.append(make_line(1) + make_line(2))
+    take_away(path, deed)
+    if more:
+        file.append(make_line(3))
+        file.append(make_line(4))
+        left = make_line(1) if deed == "cut" else b""
+        assert path.read_bytes() == left + make_line(3) + make_line(4)
+    assert bool(file.lost) == more
+    with pytest.raises(RecordLost, match=f"{path} was deleted, moved or cut by someone else"):
+        file.close()
 
 
 # --- a disk that refuses ------------------------------------------------------------------------------------

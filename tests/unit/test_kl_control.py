@@ -37,11 +37,27 @@ def test_controllers_by_hand(name, settings: dict, kl: float, coefficient: float
     assert control(0.1, kl, 1000) == pytest.approx(coefficient, abs=1e-12)
 
 
+# the target is 2, the band 1.5 to 2.5; what is below .5 counts as .5, what is above 8 as 8
+@cases("""
+before | kl  | coefficient | …
+1      | 2   | .4
+2      | 1.5 | .05625
+1      | 3   | 1.8 | (3/1)^2, and above the band
+0      | 2   | 1.6
+0.1    | 0   | .05 | below the band
+4      | 1e300 | .8 | (8/4)^2, and above the band
+""")
+def test_with_a_power_the_coefficient_follows_the_kl_at_once(before: float, kl: float, coefficient: float):
+    control = KL_CONTROLS["two_sided"](**USUAL["two_sided"], power=2.0)
+    assert control(0.1, kl, 1000, before) == pytest.approx(coefficient, abs=1e-12)
+
+
 @cases("""
 name         | settings
 proportional | horizon = 0
 proportional | limit = 0.0
 two_sided    | factor = 1.0
+two_sided    | power = -1.0
 two_sided    | lowest = 0.2, highest = 0.1
 """)
 def test_settings_that_make_no_sense_are_refused_when_made(name, settings: dict):

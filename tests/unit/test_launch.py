@@ -7,15 +7,14 @@ import os
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
 from rollouts.errors import ConfigError
 from rollouts.ranks.launch import Launch, read_launch, torchrun_command
+from tests import ROOT
 from tests.support.text_tables import cases, read_cells
 
-ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = tomllib.loads("""
 RANK = "5"
 WORLD_SIZE = "8"
@@ -97,7 +96,7 @@ def test_torchrun_starts_every_rank_with_the_arguments_and_starts_again_after_a_
 # --- scripts ------------------------------------------------------------------------------------------------
 
 
-LAUNCH = Path(__file__).resolve().parents[2] / "integration_training" / "launch"
+LAUNCH = ROOT / "integration_training/launch"
 
 
 @cases("name: one_node.sh two_nodes.sh slurm.sbatch")

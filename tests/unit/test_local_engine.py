@@ -229,7 +229,7 @@ async def test_a_cancelled_caller_frees_its_row_before_the_next_step():
 # --- the contract -------------------------------------------------------------------------------------------
 
 
-every_engine = pytest.mark.parametrize(
+every_engine = cases(
     "opener", [open_engine, lambda: open_engine(mode="copied", deterministic=True)], ids=["shared", "copied"]
 )
 

@@ -231,7 +231,7 @@ DIFFERS = (
 )
 
 
-@pytest.mark.parametrize(("alter", "message"), [(broken, FAILS), (sees_the_future, DIFFERS)])
+@cases("alter, message", [(broken, FAILS), (sees_the_future, DIFFERS)])
 async def test_a_model_that_no_way_runs_exactly_is_refused_with_all_the_reasons(alter, message):
     model = make_model()
     alter(model)

@@ -1,6 +1,9 @@
 """The loops on fakes, in virtual time: what they log, in which order they wait, when they save and stop."""
 
+import os
 import re
+import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
+import trio.lowlevel
 from trio import current_time
 
 from rollouts.config.schema import RLTrainingConfig, SFTTrainingConfig
@@ -16,10 +20,11 @@ from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.samples import SFTSample
 from rollouts.errors import ConfigError, FleetDown, NotEnoughSamples, RolloutsError, WeightSyncError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+from rollouts.loops import steps, stopping
 from rollouts.loops.rl import run_rl_training
 from rollouts.loops.sft import run_sft_training
 from rollouts.loops.steps import StepHooks
-from rollouts.loops.stopping import Stop, end_overdue
+from rollouts.loops.stopping import Stop, open_stop, watch_loop
 from rollouts.loops.weight_push import WeightPush
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply, open_fake_backend
@@ -85,13 +90,23 @@ def sft_samples(count):
     return [SFTSample(np.asarray([row, 1, 2]), mask) for row in range(count)]
 
 
-async def test_sft_logs_every_step_and_trains_the_rows_of_its_step():
+def test_a_stream_that_nobody_reads_holds_up_no_end(monkeypatch):
+    monkeypatch.setattr(stopping, "TICK_S", 0.01)
+    read = threading.Event()
+    stopping.call_in_time(lambda text: read.wait(), "stopped by force")
+    assert not read.is_set()  # it has not waited
+    read.set()
+
+
+async def test_sft_logs_every_step_gives_back_the_newest_and_trains_the_rows_of_its_step(monkeypatch):
+    monkeypatch.setattr(steps, "HELD_STEPS", 2)
     logger, diary = MemoryLogger(), Diary(checkpoint_every=2)
     async with open_fake_backend() as backend:
         config = SFTTrainingConfig(data=DATA, steps=3, batch_size=2, eval_every=1)
         history = await run_sft_training(backend, sft_samples(6), config, logger, hooks=diary.hooks)
     assert [row[:3] for row in logger.steps] == [("sft", 1, 0), ("sft", 2, 1), ("sft", 3, 2)]
-    assert [row["loss/total"] for row in history] == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert [row[3]["loss/total"] for row in logger.steps] == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert history == [row[3] for row in logger.steps[1:]]
     rows = [int(tokens[0]) for batch in backend.batches for tokens in batch.tokens]
     assert sorted(rows) == list(range(6))  # an epoch has every row once
     assert diary.entries == [("evaluate", 1), ("save", 2), ("evaluate", 2), ("save", 3)]
@@ -312,18 +327,94 @@ async def test_a_cut_step_of_rl_is_given_back_and_the_step_before_is_saved_as_it
     assert re.fullmatch(said, " ".join(run.diary.said))
 
 
-async def test_what_hangs_is_ended_before_the_deadline_and_other_ranks_are_told(autojump_clock, monkeypatch):
-    stop, events = Stop(), []
+class Ticks:
+    """An Event whose waits are counted and take no time; after `last` of them it is set."""
 
-    async def tell():
-        events.append(("told", current_time()))
-        await trio.sleep_forever()
+    def __init__(self, last):
+        self.count, self.last = 0, last
 
-    stop.tell_others = tell
+    def wait(self, seconds):
+        assert seconds == 1.0
+        self.count += 1
+        return self.count > self.last
+
+
+class Loop:
+    """An event loop that answers at once, but in the ticks of `held`."""
+
+    def __init__(self, ticks, held):
+        self.ticks, self.held = ticks, held
+
+    def run_sync_soon(self, function):
+        if self.ticks.count not in self.held:
+            function()
+
+
+def watch(stop, *, ticks, held=()):
+    counted = Ticks(ticks)
+    watch_loop(stop, Loop(counted, held), threading.get_ident(), counted)  # pyright: ignore[reportArgumentType]
+    return counted
+
+
+def test_what_hangs_is_ended_before_the_deadline_and_other_ranks_are_told(monkeypatch):
+    events = []
+    stop = Stop(say=events.append)
+    stop.tell_others = lambda: events.append("told")
     stop.request()
-    monkeypatch.setattr("rollouts.loops.stopping.exit_now", lambda: events.append(("ended", current_time())))
-    await end_overdue(stop)
-    assert events == [("told", 22.0), ("ended", 24.0)]
+    monkeypatch.setattr("rollouts.loops.stopping.exit_now", lambda: events.append("ended"))
+    watch(stop, ticks=20)
+    assert events == []
+    watch(stop, ticks=21)
+    assert events == [
+        "stopped by force: something did not end in time; the newest complete checkpoint counts",
+        "told",
+        "ended",
+    ]
+
+
+@cases("""
+held    | ticks | seconds
+        | 100   |
+1       | 4     |
+1       | 5     | 4
+1       | 100   | 4 8 16 32 64
+""")
+def test_an_event_loop_that_does_not_answer_is_said_with_what_holds_it(held, ticks: int, seconds):
+    said = []
+    watch(Stop(say=said.append), ticks=ticks, held=[*map(int, held.split())])
+    pattern = "the event loop has been held for (.+) s, .*, by watch_loop; await"
+    assert [found and found[1] for one in said for found in [re.match(pattern, one)]] == seconds.split()
+    assert all("in test_an_event_loop_that_does_not_answer" in one for one in said)
+
+
+@cases("launched: yes no")
+async def test_the_first_signal_requests_the_stop_and_the_second_ends_the_process(
+    monkeypatch, launched: bool
+):
+    said, ended, before = [], [], signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    async with open_stop(said.append, launched=launched) as stop:
+        assert not stop.is_requested()
+        signal.raise_signal(signal.SIGHUP)
+        await stop.wait_requested()
+        signal.raise_signal(signal.SIGTERM)
+        assert ended == ([] if launched else [143])
+        signal.raise_signal(signal.SIGINT)
+        assert ended[-1] == 130
+    assert said == ["stopping: the last complete step is saved; once more to stop at once"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+async def test_a_hangup_that_is_ignored_stays_ignored(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        async with open_stop(print) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            await trio.lowlevel.checkpoint()
+            assert not stop.is_near
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 # --- WeightPush ---------------------------------------------------------------------------------------------

@@ -156,8 +156,7 @@ async def test_training_moves_the_adapter_and_no_bit_of_the_model(kind):
     def copy_all(model):
         return {name: one.clone() for name, one in (*model.named_parameters(), *model.named_buffers())}
 
-    path = resolve_model(f"tiny:{kind}")
-    async with open_trained(path) as backend:
+    async with open_trained(resolve_model(f"tiny:{kind}")) as backend:
         before, began = copy_all(backend.model), await backend.get_weights()
         assert_weights_equal(before, copy_all(load_tiny(kind)))
         for seed in range(3):
@@ -179,8 +178,7 @@ async def take_gradients(path, batch, **options):
 
 async def test_dropout_is_of_training_only_and_layers_computed_twice_drop_the_same(tmp_path):
     path, batch = resolve_model("tiny:llama"), make_batch()
-    model = load_tiny("llama")
-    save_random(model, path, tmp_path)
+    save_random(load_tiny("llama"), path, tmp_path)
     lora = {"alpha": 6.0, "init_from": str(tmp_path)}
     sure, exact = await take_gradients(path, batch, lora=lora)
     dropped, wanted = await take_gradients(path, batch, lora=lora | {"dropout": 0.5})

@@ -5,7 +5,6 @@ from contextlib import AsyncExitStack
 from operator import attrgetter
 
 import numpy as np
-import pytest
 import torch
 from numpy.testing import assert_array_equal
 from safetensors.torch import load_file
@@ -42,7 +41,7 @@ CONTRACT = {
 }
 
 
-@pytest.mark.parametrize("promise", CONTRACT.values(), ids=CONTRACT)
+@cases("promise", CONTRACT.values(), ids=CONTRACT)
 async def test_contract(promise, tmp_path):
     await promise(open_backend, *([tmp_path] if "folder" in inspect.signature(promise).parameters else []))
 

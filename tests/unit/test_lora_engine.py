@@ -83,8 +83,7 @@ async def test_a_copied_engine_shares_the_base_and_follows_updates_of_the_adapte
         mine, theirs = await engine.copy_weights(), await backend.get_weights()
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
         places = [one.data_ptr() for one in backend.model.parameters()]
-        began = await engine.generate(REQUEST)
-        old = await score(backend, began)
+        old = await score(backend, await engine.generate(REQUEST))
         await train(backend, make_batch())
         unaware = await engine.generate(REQUEST)
         assert_allclose(unaware.log_probs, old, atol=1e-4)

@@ -13,7 +13,7 @@ from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.datasets import load_sources, read_source
 from rollouts.data.rows import MAX_ROW_BYTES
 from rollouts.errors import DataError
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases, read_cells
 
 FILES = Path(__file__).parents[1] / "data/malformed"
 FOUND = dict(  # by file: how the sentence begins, mostly with the field
@@ -44,11 +44,11 @@ too_deep | x has more than
 )
 
 
-def jsonl(path: Path, **changes) -> DataSourceConfig:
+def jsonl(path, **changes):
     return DataSourceConfig(kind="jsonl", path=str(path), **changes)
 
 
-@pytest.mark.parametrize("name", FOUND)
+@cases("name", FOUND)
 def test_a_malformed_row_is_named_by_file_line_and_field(name):
     path = FILES / f"{name}.jsonl"
     found = read_source(jsonl(path), name="rl.data")

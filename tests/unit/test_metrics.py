@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +20,7 @@ from rollouts.metrics.progress import open_progress
 from rollouts.metrics.record import check_metric, encode_row, encode_sample_rows, make_head, shorten_failure
 from rollouts.types import Sample, Status
 from rollouts.weight_sync.sync import make_metric_name
+from tests import ROOT
 from tests.support.text_tables import cases, read_cells
 from tests.unit.fleet_engines import UNREACHABLE, FakeEngine, fail, fleet_of, gather
 from tests.unit.test_mixture import make_mixture
@@ -29,7 +29,7 @@ from tests.unit.test_weight_sync import World
 # --- rows ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@cases(
     "name",
     [
         *read_cells(
@@ -44,7 +44,7 @@ def test_a_name_out_of_form_is_refused_by_name(name):
         check_metric(name, 1.0)
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf, np.float32("nan"), "1.0", None, [1.0]])
+@cases("value", [math.nan, -math.inf, np.float32("nan"), "1.0", None, [1.0]])
 def test_a_value_that_is_not_a_finite_number_is_refused_naming_the_metric(value):
     with pytest.raises(MetricError, match=r"metric loss/total = .*finite"):
         check_metric("loss/total", value)
@@ -61,8 +61,8 @@ def test_a_row_is_encoded_as_the_standard_library_reads_it():
     assert json.loads(encode_row(odd)) == {"a": 0.5, "b": 2, "c": 2**70, "prompt": "a?b"}
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, np.float32("nan"), np.float64("inf")])
-@pytest.mark.parametrize("text", ["null", "\ud800"])
+@cases("value", [math.nan, math.inf, np.float32("nan"), np.float64("inf")])
+@cases("text", ["null", "\ud800"])
 def test_a_number_that_is_not_finite_is_refused_naming_the_field(value, text):
     with pytest.raises(MetricError, match="field rewards = "):
         encode_row({"text": text, "none": None, "rewards": {"parts": [1.0, value]}})
@@ -72,7 +72,7 @@ def test_a_number_that_is_not_finite_is_refused_naming_the_field(value, text):
 
 
 @pytest.fixture
-def time(monkeypatch) -> SimpleNamespace:
+def time(monkeypatch):
     """The clock of progress, which says `now`."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(progress_module, "time", clock)
@@ -105,6 +105,15 @@ def test_a_terminal_shows_the_newest_state_of_every_stage(time):
     last = shown[shown.rindex("stage") :].splitlines()
     # 29 steps at 3 s are left
     assert [" ".join(line.split()) for line in last[1:3]] == ["sft 2/2 0.5", "rl 11/40 0.750 3.00 1m27s"]
+
+
+def test_a_terminal_that_is_gone_ends_no_run():
+    text = io.StringIO()
+    with open_progress(Console(file=text, force_terminal=True), {"sft": 2}) as progress:
+        text.close()
+        progress("sft", 2, {"loss/total": 0.5})
+    with pytest.raises(ValueError, match="closed file"):  # what writing to it says
+        text.write("x")
 
 
 HEAD = make_head("eval-preference", 1_000_000, 1_000_000, 999, 1_700_000_000.123)
@@ -146,8 +155,8 @@ def test_a_row_is_at_most_700_bytes_beside_its_texts(sample, failure):
         texts["metadata"] = kept | {"failure": {}}
     assert len(encode_row(row | texts)) <= ROW_BYTES
     assert row["id"] == sample.id
-    assert len(row.get("rewards", {})) + row.get("rewards_cut", 0) == len(sample.rewards), "kept or counted"
-    assert len(kept) + row.get("metadata_cut", 0) == len(metadata), "each key is kept or counted"
+    assert len(row.get("rewards", {})) + row.get("rewards_cut", 0) == len(sample.rewards)  # kept or counted
+    assert len(kept) + row.get("metadata_cut", 0) == len(metadata)  # each key is kept or counted
     assert ("failure" in kept) == ("failure" in metadata)
     kept.pop("failure", None)
     assert [key for key in metadata if key in kept] == [*kept]
@@ -156,12 +165,8 @@ def test_a_row_is_at_most_700_bytes_beside_its_texts(sample, failure):
 def test_a_failure_keeps_its_four_texts_each_cut():
     texts = {"class": "reward", "function": "f", "message": "m"}
     cut = 2000 * "y" + "… (3000 characters)"
-    failure = {**texts, "traceback": 3000 * "y", "more": "z"}
-    assert shorten_failure(failure) == {**texts, "traceback": cut}
+    assert shorten_failure({**texts, "traceback": 3000 * "y", "more": "z"}) == {**texts, "traceback": cut}
     assert shorten_failure(3000 * "y") == cut
-
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_documentation_is_the_table():
@@ -183,8 +188,7 @@ engine/vllm_0/state | engine/{name}/state
 reward/part/exact/mean | reward/part/{name}/mean
 """)
 def test_a_name_is_found_in_the_table(name, line):
-    found = find_metric(name)
-    assert found.name == line
+    assert find_metric(name).name == line
 
 
 def test_statistics_that_the_loop_logs_under_an_area_are_in_the_table():

@@ -47,7 +47,7 @@ ROWS = {
 
 
 @pytest.fixture
-def run_dir(tmp_path) -> RunDir:
+def run_dir(tmp_path):
     return RunDir(tmp_path / "run")
 
 
@@ -58,7 +58,7 @@ async def test_logged_rows_are_read_back(run_dir, monkeypatch):
     monkeypatch.setattr("rollouts.metrics.writer.time", SimpleNamespace(time=lambda: 5.0))
     async with open_logger(run_dir, attempt=2) as logger:
         await logger.log_step("sft", 1, 0, {"loss/total": 2.0})
-        assert read_rows(run_dir.metrics)[0]["loss/total"] == 2.0, "on disk when log_step returns"
+        assert read_rows(run_dir.metrics)[0]["loss/total"] == 2.0  # on disk when log_step returns
         await logger.log_step("sft", 2, 1, {})
         await logger.log_samples("rl", 1, 0, [SAMPLE])
         await logger.log_evaluation("rl", 1, 1, "heldout", {"eval/heldout/avg@1": 0.25})
@@ -94,7 +94,7 @@ async def test_rows_that_a_full_disk_refuses_wait_whole_and_are_written_when_it_
             patch.setattr(os, "write", write_half)
             await logger.log_step("sft", 2, 1, {})
             await logger.log_step("sft", 3, 2, {})
-            assert run_dir.metrics.read_bytes() == whole, "no half row"
+            assert run_dir.metrics.read_bytes() == whole  # no half row
         await logger.log_step("sft", 4, 3, {})
     assert [row["step"] for row in read_rows(run_dir.metrics)] == [1, 2, 3, 4]
     (warning,) = caplog.messages
@@ -126,7 +126,7 @@ async def test_a_row_is_written_also_when_its_caller_is_cancelled(run_dir):
     async with open_logger(run_dir) as logger:
         with trio.move_on_after(0) as scope:
             await logger.log_step("rl", 1, 0, {})
-        assert scope.cancelled_caught, "the caller goes on as if it were not cancelled"
+        assert scope.cancelled_caught  # the caller goes on as if it were not cancelled
         assert [row["step"] for row in read_rows(run_dir.metrics)] == [1]
 
 

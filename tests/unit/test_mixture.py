@@ -2,8 +2,6 @@
 
 import json
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +15,7 @@ from rollouts.errors import DataError
 from tests.support.text_tables import cases, write_jsonl
 
 
-def make_mixture(**sizes_and_weights: tuple[int, float]) -> Mixture[Any]:
+def make_mixture(**sizes_and_weights):
     sources = (
         Source(name, weight, tuple({"prompt": f"{name} {index}"} for index in range(size)))
         for name, (size, weight) in sizes_and_weights.items()
@@ -147,7 +145,7 @@ def test_sft_batches_have_the_exact_proportions_and_whole_epochs(parts, batch_si
 # --- loading ------------------------------------------------------------------------------------------------
 
 
-def write(tmp_path: Path, name: str, *rows: dict[str, Any]) -> DataSourceConfig:
+def write(tmp_path, name, *rows):
     path = write_jsonl(tmp_path / f"{name}.jsonl", *rows)
     return DataSourceConfig(kind="jsonl", path=str(path), weight=2.0)
 

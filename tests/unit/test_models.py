@@ -23,17 +23,17 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture
-def tiny() -> Path:
+def tiny():
     return resolve_model("tiny:byte")
 
 
 @pytest.fixture
-def copied(tiny, tmp_path) -> Path:
+def copied(tiny, tmp_path):
     """A copy of the tiny model that a test may damage."""
     return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
-def edit_json(path: Path, **changes: object):
+def edit_json(path, **changes):
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
@@ -51,8 +51,7 @@ def test_what_transformers_keeps_in_float32_is_not_loaded_in_16_bits(tmp_path, f
     model_class = getattr(transformers, family)
     sizes = "vocab_size = 64, hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2, n_group = 1, \
 topk_group = 1, num_attention_heads = 4, num_key_value_heads = 2"
-    config = model_class.config_class(**read_params(f"{sizes}, {settings}"))
-    model_class(config).save_pretrained(tmp_path)
+    model_class(model_class.config_class(**read_params(f"{sizes}, {settings}"))).save_pretrained(tmp_path)
     ours = load_hf_model(tmp_path, dtype=torch.bfloat16).state_dict()
     theirs = model_class.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
     assert ours[f"model.layers.1.{kept}"].dtype == torch.float32
@@ -175,8 +174,7 @@ def test_stop_ids_are_those_of_the_tokenizer_and_of_the_generation_config(copied
 def test_weight_decay_is_on_matrices_only_and_tied_weights_are_there_once():
     model = load_tiny("byte")
     model.model.norm.requires_grad_(False)
-    optimizer = create_adamw_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.01))
-    matrices, rest = optimizer.param_groups
+    matrices, rest = create_adamw_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.01)).param_groups
     # the embedding once and 7 matrices a layer; two norms a layer, of which the last is frozen
     assert [parameter.ndim for parameter in matrices["params"] + rest["params"]] == [2] * 15 + [1] * 4
     assert (matrices["weight_decay"], rest["weight_decay"]) == (0.01, 0.0)

@@ -2,7 +2,6 @@
 
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ RL = {"data": ROWS, "steps": 1, "rollout": {"reward": "page:score"}}
 PREFERENCE, REWARD_MODEL = {"data": ROWS, "steps": 2}, {"data": ROWS, "steps": 3}
 
 
-def make_config(**tables: dict[str, Any]) -> RunConfig:
+def make_config(**tables):
     return RunConfig.model_validate({"model": {"name": "tiny:byte"}, **tables})
 
 
@@ -70,14 +69,13 @@ def test_a_mode_that_is_left_out_is_every_stage_of_the_config_in_the_order_in_wh
 # --- the models that RL names -------------------------------------------------------------------------------
 
 
-def make_words(*words: str):
+def make_words(*words):
     """A tokenizer, as far as it is looked at."""
     return SimpleNamespace(get_vocab=lambda: dict(zip(words, range(len(words)), strict=True)))
 
 
-def name_models(reward: str, critic: str) -> RunConfig:
-    rollout = {"reward": "page:score", "reward_model": reward}
-    rl = {**RL, "rollout": rollout, "critic": {"model": critic}}
+def name_models(reward, critic):
+    rl = {**RL, "rollout": {"reward": "page:score", "reward_model": reward}, "critic": {"model": critic}}
     return make_config(rl=rl, reward_model=REWARD_MODEL)
 
 

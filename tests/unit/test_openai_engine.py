@@ -4,7 +4,6 @@ of it can train.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -24,22 +23,20 @@ FOUR_TOKENS = '{"text": "abcd", "finish_reason": "length", "token_ids": [1, 2, 3
 class Letters:
     """A tokenizer: the ids 1..26 are letters, 0 is the end of a turn."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+    def decode(self, token_ids, *, skip_special_tokens=False):
         return "".join("." if token == 0 else chr(96 + token) for token in token_ids)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text, *, add_special_tokens=True):
         assert not add_special_tokens
         return [0 if letter == "." else ord(letter) - 96 for letter in text]
 
 
-def open_engine(
-    choices: str = FOUR_TOKENS, *, calls: list[Any] | None = None, hangs: bool = False, **changes
-):
+def open_engine(choices=FOUR_TOKENS, *, calls=None, hangs=False, **changes):
     """The engine of an endpoint that answers these choices, JSON, to everything; `calls` gets bodies and
     keys.
     """
 
-    async def handle(request: httpx.Request) -> httpx.Response:
+    async def handle(request):
         if request.url.path == "/v1/models":
             return httpx.Response(200, text='{"data": [{"id": "m"}]}')
         assert request.url.path == "/v1/completions"
@@ -53,7 +50,7 @@ def open_engine(
     return open_openai_engine("http://endpoint", transport=lambda: httpx.MockTransport(handle), **options)
 
 
-@pytest.mark.parametrize("check", engine_contracts.CHECKS)
+@cases("check", engine_contracts.CHECKS)
 async def test_contract(check):
     await check(open_engine)
 

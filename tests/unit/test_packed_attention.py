@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from rollouts.data.packing import spread_to_rows
 from rollouts.errors import ModelError
@@ -28,7 +27,7 @@ from tests.unit.test_packing import pack
 Tree = tuple[IntArray, IntArray]
 
 
-def make_tree(rng, levels: int, longest: int) -> Tree:
+def make_tree(rng, levels, longest):
     """subtree_end and depths of a random tree: a run of nodes, and below it two or three smaller trees."""
     length = int(rng.integers(1, longest + 1))
     children = [make_tree(rng, levels - 1, longest) for _ in range(int(rng.integers(2, 4)))] if levels else []
@@ -37,14 +36,14 @@ def make_tree(rng, levels: int, longest: int) -> Tree:
     return np.append(run * 0 + length + len(ends), ends + length), np.append(run, depths + length)
 
 
-def put_side_by_side(trees: list[Tree]) -> Tree:
+def put_side_by_side(trees):
     ends, depths = np.zeros((2, 0), np.int64)
     for tree_ends, tree_depths in trees:
         ends, depths = np.append(ends, tree_ends + len(ends)), np.append(depths, tree_depths)
     return ends, depths
 
 
-def see_densely(ends: IntArray, depths: IntArray, window: int | None = None) -> Tensor:
+def see_densely(ends, depths, window=None):
     """[S, S] by the definition."""
     i, j = np.arange(len(ends))[:, None], np.arange(len(ends))[None, :]
     seen = (j <= i) & (i < ends[j])
@@ -54,17 +53,15 @@ def see_densely(ends: IntArray, depths: IntArray, window: int | None = None) -> 
 attend_densely = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
 
 
-def draw_heads(
-    count: int, *, seed: int = 0, size: int = 8, dtype: torch.dtype = torch.float64
-) -> list[Tensor]:
+def draw_heads(count, *, seed=0, size=8, dtype=torch.float64):
     """query [1, 4, S, size], key and value [1, 2, S, size]."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(1, heads, count, size) for heads in (4, 2, 2)]
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("tile", [SMALL_TILE, 11, TILE])
-@pytest.mark.parametrize("window", [None, 1, 3, 20])
+@cases("tile", [SMALL_TILE, 11, TILE])
+@cases("window", [None, 1, 3, 20])
 @cases("seed: 0 1 2 3")
 def test_output_and_gradients_are_those_of_a_dense_mask(seed: int, window, tile):
     rng, longest = np.random.default_rng(seed), 25 if tile > SMALL_TILE else 9
@@ -78,14 +75,14 @@ def test_output_and_gradients_are_those_of_a_dense_mask(seed: int, window, tile)
     torch.testing.assert_close((output, *grads[0]), (expected, *grads[1]), atol=1e-12, rtol=0)
 
 
-def trees(*, longest: int, count: int = 2, levels: int = 2) -> Tree:
+def trees(*, longest, count=2, levels=2):
     return put_side_by_side(
         [make_tree(np.random.default_rng(seed), levels, longest) for seed in range(count)]
     )
 
 
-@pytest.mark.parametrize(
-    ("tree", "tile", "window", "spare"),
+@cases(
+    "tree, tile, window, spare",
     [
         # of each triangle or masked square at most the whole
         (trees(longest=9), SMALL_TILE, None, SMALL_TILE),
@@ -110,7 +107,7 @@ def test_every_visible_pair_is_in_one_piece_and_few_others_are_computed(tree, ti
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window", [None, 3])
+@cases("window", [None, 3])
 def test_flex_attention_with_our_blocks_is_the_dense_mask(window):
     """As an accelerator would compute it, but not compiled."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -124,8 +121,8 @@ def test_flex_attention_with_our_blocks_is_the_dense_mask(window):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+@cases("window", [None, 40])
+@cases("dtype, allowed", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_the_kernel_of_an_accelerator_is_the_dense_mask(dtype, allowed, window):
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")

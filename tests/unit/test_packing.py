@@ -7,19 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.data.packing import MicroBatch, compute_round_cost, make_micro_batches, spread_to_rows
+from rollouts.data.packing import compute_round_cost, make_micro_batches, spread_to_rows
 from tests.support.text_tables import cases
 
 
-def row(*ids: int) -> np.ndarray:
+def row(*ids):
     return np.asarray(ids, np.int64)
 
 
-def mask(text: str) -> np.ndarray:
+def mask(text):
     return np.asarray([character == "1" for character in text])
 
 
-def pack(tokens, masks, budget=99, *, share=True, packed=True, **options) -> list[MicroBatch]:
+def pack(tokens, masks, budget=99, *, share=True, packed=True, **options):
     return make_micro_batches(
         tokens, masks, micro_batch_tokens=budget, share_prefix=share, padding_free=packed, **options
     )
@@ -55,7 +55,7 @@ tries = st.lists(
 )
 
 
-def make_rows(drawn) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def make_rows(drawn):
     """Rows that begin like one of those before them, some equal to it, some a part of it, with any mask that
     spares the first token.
     """

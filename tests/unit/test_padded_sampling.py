@@ -19,7 +19,7 @@ from rollouts.models.padded import compute_token_log_probs, make_loss_inputs, pa
 from rollouts.models.sampling import sample_completions
 from rollouts.models.tokenizers import make_byte_tokenizer
 from rollouts.testing.engine_contracts import make_request
-from rollouts.types import GenerateRequest, RolloutBatch, SamplingParams, Status
+from rollouts.types import RolloutBatch, SamplingParams, Status
 from tests.support.made_updates import floats
 from tests.support.plain_backend import (
     assert_gradients_close,
@@ -34,7 +34,7 @@ SHAPE = json.loads("""{"vocab_size": 259, "hidden_size": 16, "num_hidden_layers"
     "intermediate_size": 32, "max_position_embeddings": 64, "bos_token_id": 257, "eos_token_id": 258}""")
 
 
-def make_model(kind: str = "llama"):
+def make_model(kind="llama"):
     """A random model. gpt2: positions are learned, and dropout is on; mamba: recurrent, so that padding
     before a prompt would change its state; openai-gpt: takes no cache.
     """
@@ -50,7 +50,7 @@ def make_model(kind: str = "llama"):
 # --- completions of a model ---------------------------------------------------------------------------------
 
 
-def make_requests(*prompts: list[int], **sampling) -> list[GenerateRequest]:
+def make_requests(*prompts, **sampling):
     named = enumerate(prompts)
     return [make_request(f"r{at}", prompt=one, max_new_tokens=6, **sampling) for at, one in named]
 
@@ -78,8 +78,7 @@ def test_dropout_is_off_while_sampling_and_on_again_after():
     expected = sample_completions(model, make_requests(*RAGGED))
     model.train()
     model.transformer.drop.eval()  # the user's own choice stays
-    completions = sample_completions(model, make_requests(*RAGGED))
-    assert repr(completions) == repr(expected)
+    assert repr(sample_completions(model, make_requests(*RAGGED))) == repr(expected)
     assert model.training and model.transformer.h[0].training and not model.transformer.drop.training
 
 
@@ -120,7 +119,7 @@ def test_a_chat_generator_answers_in_the_chat_template():
 # --- padded log-probs ---------------------------------------------------------------------------------------
 
 
-def make_batch() -> RolloutBatch:
+def make_batch():
     """Two rows of different length; the second has a masked token between trained ones."""
     masks = [np.asarray([one == "1" for one in row]) for row in ("00101", "011")]
     return RolloutBatch(

@@ -8,7 +8,7 @@ from rollouts.types import Sample, SampleGroup
 from tests.support.text_tables import cases
 
 
-def select(selector, rewards: dict[str, float | None]) -> list[str]:
+def select(selector, rewards):
     """The ids of each pair, together."""
     samples = (Sample(id=name, prompt="q", reward=reward) for name, reward in rewards.items())
     pairs = find_pair_selector(selector)(SampleGroup(0, "row-0", tuple(samples)))

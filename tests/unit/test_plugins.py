@@ -38,7 +38,7 @@ def test_functions_of_modules_files_and_objects_are_found(write, tmp_path):
     before = list(sys.path)
     for name, expected in (("t/r.py:judge.score", 7), (f"{path}:judge.score", 7), ("math:sqrt", 2)):
         assert load(name, base_dir=tmp_path)(4) == expected
-    assert load("builtins:max", base_dir=tmp_path) is max, "C tells no signature"
+    assert load("builtins:max", base_dir=tmp_path) is max  # C tells no signature
     known = {"check_even": math.sqrt}
     assert load_function("check_even", role="filter", base_dir=tmp_path, built_in=known) is math.sqrt
     assert sys.path == before

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from rollouts.errors import NotEnoughSamples
 from rollouts.evaluation.diversity import compute_distinct_n, compute_self_bleu
@@ -26,7 +26,7 @@ from tests.support.fake_tokenizer import FakeTokenizer
 from tests.support.text_tables import cases
 
 
-def logs(*rows: list[float]) -> Tensor:
+def logs(*rows):
     return torch.tensor(rows, dtype=torch.float64).log()
 
 
@@ -49,8 +49,7 @@ def test_divergences_and_entropies_match_the_numbers_worked_by_hand():
     ref_entropy = -(0.8 * math.log(0.4) + 0.2 * math.log(0.2))
     expected = json.loads("""{"kl": 0.025267154, "reverse_kl": 0.025815, "jsd": 0.006367,
         "entropy": 1.029653014}""") | {"ref_entropy": ref_entropy}
-    values = {name: getattr(found, name).value for name in expected}
-    assert values == pytest.approx(expected, abs=5e-7)
+    assert {name: getattr(found, name).value for name in expected} == pytest.approx(expected, abs=5e-7)
     assert found.top1_agreement == Mean(1.0, 1.0)
 
 
@@ -68,10 +67,10 @@ def test_distinct_n_counts_different_n_grams_over_all():
     assert shares == [pytest.approx(3 / 7), pytest.approx(3 / 5), 1.0, None]  # of two: ab ba ab, ab bc
 
 
-def slow_bleu(hypothesis: list[int], references: list[list[int]]) -> float:
+def slow_bleu(hypothesis, references):
     """By the definition, one response and one order at a time."""
 
-    def count(text: list[int], n: int) -> Counter[tuple[int, ...]]:
+    def count(text, n):
         return Counter(tuple(text[at : at + n]) for at in range(len(text) - n + 1))
 
     if not hypothesis:
@@ -117,7 +116,7 @@ def test_pairing_by_prompt_sees_a_difference_that_hard_prompts_would_hide():
     assert found.difference.mean == pytest.approx((second - first).mean())
     assert 0.15 < found.difference.low < found.difference.high < 0.25
     assert found.second_is_better == 1.0
-    assert found.first.high > found.second.low, "the means' own intervals overlap"
+    assert found.first.high > found.second.low  # the means' own intervals overlap
     assert found.num_prompts == 100
 
 
@@ -141,8 +140,9 @@ def test_what_cannot_be_estimated_is_named(function, arguments: Any, options: di
 ROWS = [{"prompt": number, "answer": number} for number in "0123456789"]
 
 
-async def reward(sample: Sample) -> float:
+async def reward(sample):
     if sample.metadata["answer"] == "3":
+        await trio.sleep(90)
         raise ValueError("no idea")
     return float(int(sample.metadata["answer"]) % 2 == 0)
 
@@ -154,20 +154,22 @@ async def run(rows):
         generate=make_chat_generate(FakeTokenizer()),
         reward=reward,
         sampling=SamplingParams(max_new_tokens=8, temperature=0.0, stop_token_ids=(257,)),
+        reward_timeout_s=99,
     )
 
 
-async def test_a_failed_sample_is_counted_and_is_not_part_of_the_mean(autojump_clock):
+async def test_a_failed_sample_is_named_and_counted_and_is_not_part_of_the_mean(autojump_clock, caplog):
     result = await run(ROWS)
     assert [sample.metadata["answer"] for sample in result.samples] == [*"0123456789"]
     assert result.samples[3].status is Status.FAILED
+    assert caplog.messages == ["nothing has moved on for 60 s; samples under way: 1, eval-g00000003-s000"]
     metrics = result.metrics("sums")
     assert [result.mean_reward, metrics["eval/sums/avg@1"]] == pytest.approx([5 / 9] * 2)
     names = ("prompts", "failed", "truncated/frac", "response_length/mean")  # of "ok" and the stop token
     assert [metrics[f"eval/sums/{name}"] for name in names] == [10, 1, 0, 3]
 
 
-def read(size: int, rewards: str, responses: str = "") -> dict[str, float]:
+def read(size, rewards, responses=""):
     """The metrics of prompts with so many samples each; - stands for the reward of one that failed."""
     values = [None if word == "-" else float(word) for word in rewards.replace(",", "").split()]
     pairs = itertools.zip_longest(values, responses.split("|"), fillvalue="")
@@ -183,15 +185,14 @@ def test_pass_at_k_is_over_the_prompts_with_k_scored_samples():
     assert found["pass@2"] == pytest.approx((1 / 2 + 1) / 2)  # 1 − C(3,2)/C(4,2) and 1 − C(1,2)/C(3,2)
     assert found["pass@4"] == 1.0
     assert found["avg@4"] == pytest.approx(3 / 8)
-    assert "pass@2" not in read(4, 3 * "0.5 0.5 0.5 0.5 "), "nothing passes where rewards are not 0 and 1"
+    assert "pass@2" not in read(4, 3 * "0.5 0.5 0.5 0.5 ")  # nothing passes where rewards are not 0 and 1
 
 
 def test_a_majority_votes_with_the_number_that_a_response_ends_with_or_its_text():
     # 5 has two votes, blue two; of 1, 2 and 3 the first wins; in the last prompt a sample failed
-    responses = "4|it is 5|5.0| Blue|red|blue |1|2|3|4|it is 5|5.0"
-    found = read(3, "1 0 0, 1 0 1, 0 1 1, 1 1 -", responses)
+    found = read(3, "1 0 0, 1 0 1, 0 1 1, 1 1 -", "4|it is 5|5.0| Blue|red|blue |1|2|3|4|it is 5|5.0")
     assert found["maj@3"] == pytest.approx(1 / 3)
-    assert "maj@3" not in read(3, "1 1 1", "1|2|3"), "nobody agrees: there is nothing to compare"
+    assert "maj@3" not in read(3, "1 1 1", "1|2|3")  # nobody agrees: there is nothing to compare
 
 
 def test_bounds_of_the_mean_reward_are_of_the_means_of_prompts():

@@ -4,7 +4,6 @@ a count.
 
 import json
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +38,7 @@ def prepare(use, *rows, tokenizer=None, max_length=99):
 # --- shapes -------------------------------------------------------------------------------------------------
 
 
-def read_row(text: str) -> dict[str, Any]:
+def read_row(text):
     """A row as JSON, with the turns by their names."""
     return json.loads(re.sub("ASK|GOOD|BAD", lambda name: json.dumps(globals()[name[0]]), text))
 

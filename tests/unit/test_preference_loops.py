@@ -4,12 +4,10 @@ and metrics. tests/e2e/test_pipeline.py stops and resumes their runs.
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rollouts.config.schema import PreferenceTrainingConfig
@@ -42,12 +40,12 @@ DATA = [DataSourceConfig(kind="jsonl", path="unused.jsonl")]
 BETA = 0.3
 
 
-def make_row(rng, prompt: np.ndarray) -> SFTSample:
+def make_row(rng, prompt):
     tokens = np.append(prompt, rng.integers(3, 60, rng.integers(1, 9)))
     return SFTSample(tokens, np.arange(len(tokens)) >= len(prompt))
 
 
-def make_pairs(count: int, seed: int = 0) -> list[PreferenceSample]:
+def make_pairs(count, seed=0):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, 60, rng.integers(2, 7)) for _ in range(count)]
     return [
@@ -56,7 +54,7 @@ def make_pairs(count: int, seed: int = 0) -> list[PreferenceSample]:
     ]
 
 
-def config_of(**changes) -> PreferenceTrainingConfig:
+def config_of(**changes):
     return PreferenceTrainingConfig.model_validate(
         {"data": DATA, "steps": 3, "batch_size": 4, "loss_params": {"beta": BETA}, **changes}
     )
@@ -73,28 +71,28 @@ class PlainReference:
         self.model = model
         self.scored = 0  # rows
 
-    async def score(self, batch) -> tuple[Any, ...]:
+    async def score(self, batch):
         self.scored += len(batch)
         scored = (plain_backend.score_row(self.model, tokens)[0].detach() for tokens in batch.tokens)
         return tuple(row.numpy() * mask for row, mask in zip(scored, batch.loss_masks, strict=True))
 
 
-def response_log_prob(model, row: SFTSample) -> Tensor:
+def response_log_prob(model, row):
     return plain_backend.score_row(model, row.token_ids)[0][torch.from_numpy(row.loss_mask)].sum()
 
 
 reference_model = partial(make_model, seed=1)
 
 
-def weights_of(model) -> dict[str, Tensor]:
+def weights_of(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float):
+def assert_close(one, other, tolerance):
     torch.testing.assert_close(one, other, atol=tolerance, rtol=0.0)
 
 
-def plain_pair_loss(model, reference, sample: PreferenceSample, loss: str) -> Tensor:
+def plain_pair_loss(model, reference, sample, loss):
     """What the papers write, of one pair."""
     good, bad = (response_log_prob(model, row) for row in sample.rows)
     len_good, len_bad = (int(row.loss_mask.sum()) for row in sample.rows)
@@ -110,7 +108,7 @@ def plain_pair_loss(model, reference, sample: PreferenceSample, loss: str) -> Te
     return {"dpo": -logsigmoid(BETA * gap), "ipo": (gap - 1 / (2 * BETA)) ** 2}[loss]
 
 
-def train_plainly(model, loss_of, steps: int) -> list[float]:
+def train_plainly(model, loss_of, steps):
     """AdamW of torch, on the loss of each step (from 0)."""
     betas = 0.9, OPTIM.beta2
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIM.lr, betas=betas, weight_decay=0.0)
@@ -123,7 +121,7 @@ def train_plainly(model, loss_of, steps: int) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-async def train_pairs(config: PreferenceTrainingConfig, samples, **loop):
+async def train_pairs(config, samples, **loop):
     """(weights, metrics) after the loop on a fresh backend."""
     async with open_backend(micro_batch_tokens=config.micro_batch_tokens) as backend:
         if config.loss == "kto":
@@ -162,7 +160,7 @@ async def test_three_steps_are_those_of_plain_autograd(loss):
         trained, weights_of(plain), 2e-5
     )  # AdamW divides by the gradient's size: rounding of small ones is seen
     moved = plain_backend.compute_difference(trained, weights_of(make_model()))
-    assert moved > 1e-3, "something was trained"
+    assert moved > 1e-3  # something was trained
 
 
 async def test_two_updates_on_pairs_of_ones_own_samples_are_those_of_plain_autograd():
@@ -196,7 +194,7 @@ async def test_two_updates_on_pairs_of_ones_own_samples_are_those_of_plain_autog
         assert metric_values(results[0][0].metrics)["groups/unpaired"] == 1
         assert backend.weight_version == 5
         made, _ = await train(select=lambda group: [])
-        assert made == [], "without a pair no update is made"
+        assert made == []  # without a pair no update is made
         for answer in (None, [samples[:1]], [(samples[0], samples[2])]):
             with pytest.raises(UserFunctionError, match=r"rl\.pairs, which gives .* failed on group 0:"):
                 await train(select=lambda group, answer=answer: answer)
@@ -299,7 +297,7 @@ def test_a_loss_that_cannot_be_used_is_found_before_a_run(name, params: dict, sa
     assert said in str(caught.value)
 
 
-def own_loss(chosen: Tensor, rejected: Tensor, *, weight: float = 1.0):
+def own_loss(chosen, rejected, *, weight=1.0):
     return LossOutput(weight * (rejected - chosen).sum(), float(len(chosen)), {})
 
 

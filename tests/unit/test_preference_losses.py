@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from rollouts.errors import ConfigError
 from rollouts.losses import LOSSES, LossInputs, LossOutput
@@ -36,22 +35,22 @@ WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")
 NAN, INF = math.nan, math.inf
 
 
-def tensor(*values: float) -> Tensor:
+def tensor(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def make_pairs(**fields: Tensor | None) -> PairLogProbs:
+def make_pairs(**fields):
     """The fixture; fields given replace it."""
     return PairLogProbs(*map(tensor, (-10, -12, -11, -11.5, 5, 4)))._replace(**fields)
 
 
-def draw_pairs(count: int) -> PairLogProbs:
+def draw_pairs(count):
     rng = np.random.default_rng(0)
     sums, lengths = rng.uniform(-20.5, -0.5, (4, count)), rng.integers(1, 30, (2, count))
     return PairLogProbs(*map(torch.tensor, (*sums, *lengths.astype(float))))
 
 
-def of_pairs(name: str, pairs: PairLogProbs, **params):
+def of_pairs(name, pairs, **params):
     """The loss as a function of what has a gradient; "kto" and "reward" beside those on pairs."""
     if name == "kto":
         ref = torch.cat([pairs.ref_chosen, pairs.ref_rejected])
@@ -65,7 +64,7 @@ def of_pairs(name: str, pairs: PairLogProbs, **params):
     )
 
 
-def slopes(name: str, pairs: PairLogProbs) -> list[list[float]]:
+def slopes(name, pairs):
     grads = linearise_row_loss(of_pairs(name, pairs), pairs.chosen, pairs.rejected).advantages
     return [(-grad).tolist() for grad in grads]
 
@@ -111,7 +110,7 @@ def test_losses_match_the_numbers_worked_by_hand(name, params: dict, expected: f
 # --- every loss ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*NAMES, "kto", "reward"])
+@cases("name", [*NAMES, "kto", "reward"])
 def test_gradients_splits_and_an_empty_batch(name):
     """Finite differences; any split gives the same sums and metrics; the reference has no gradient."""
     pairs = draw_pairs(6)
@@ -133,14 +132,13 @@ def test_gradients_splits_and_an_empty_batch(name):
     assert of_pairs(name, draw_pairs(0))(tensor(), tensor()).metrics == {}
 
 
-@pytest.mark.parametrize("name", [*NAMES, "kto"])
+@cases("name", [*NAMES, "kto"])
 def test_what_is_not_finite_is_never_hidden_and_margins_of_thousands_stay_finite(name):
     two = PairLogProbs(*(tensor(number.item(), -3.0) for number in make_pairs()))
     for field in PairLogProbs._fields[: 2 if name in WITHOUT_REFERENCE else 4]:
         for value in (-INF, NAN):
             pairs = two._replace(**{field: tensor(value, -3.0)})
-            output = of_pairs(name, pairs)(pairs.chosen, pairs.rejected)
-            assert output.sum.isnan()
+            assert of_pairs(name, pairs)(pairs.chosen, pairs.rejected).sum.isnan()
             grad = slopes(name, pairs)["rejected" in field]
             assert not math.isfinite(grad[0]) and math.isfinite(grad[1])
     for large in (make_pairs(chosen=tensor(-9000.0)), make_pairs(rejected=tensor(-9000.0))):
@@ -148,15 +146,14 @@ def test_what_is_not_finite_is_never_hidden_and_margins_of_thousands_stay_finite
         assert np.isfinite(slopes(name, large)).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@cases("name", NAMES)
 def test_advantages_from_the_slope_give_reinforce_the_same_gradient(name):
     """On tokens: rows two by two are pairs, padding is NaN, and every token of a row has the row's slope."""
     generator = torch.Generator().manual_seed(4)
     mask = torch.tensor([[one == "1" for one in row] for row in ("0111", "0100", "1100", "0011")])
     draws, others = -torch.rand(2, 4, 4, generator=generator, dtype=torch.float64)
     log_probs, ref = torch.where(mask, draws, NAN).requires_grad_(), torch.where(mask, others, -INF)
-    inputs = LossInputs(log_probs=log_probs, mask=mask, ref_log_probs=ref)
-    pairs = compute_pair_log_probs(inputs)
+    pairs = compute_pair_log_probs(LossInputs(log_probs=log_probs, mask=mask, ref_log_probs=ref))
     assert (pairs.chosen_lengths.tolist(), pairs.rejected_lengths.tolist()) == ([3.0, 2.0], [1.0, 2.0])
     output = compute_preference_loss(pairs, name)
     (expected,) = torch.autograd.grad(output.sum, [log_probs], retain_graph=True)
@@ -192,7 +189,7 @@ reward | rewards/chosen -10  | rewards/max -10 | rewards/min -12 | rewards/accur
 """
 
 
-@pytest.mark.parametrize("cells", read_cells(METRICS), ids=lambda cells: cells[0])
+@cases("cells", read_cells(METRICS), ids=lambda cells: cells[0])
 def test_metrics_are_the_implicit_rewards_of_both_sides(cells):
     found = metric_values(of_pairs(cells[0], make_pairs())(tensor(-10.0), tensor(-12.0)).metrics)
     for key, value in map(str.split, cells[1:]):
@@ -236,10 +233,8 @@ def test_calibration_matches_bins_filled_by_hand():
     bets = (4 * 0.97 + 2 * 0.66) / 6, (4 * 0.22 + 2 * 0.16) / 6  # confidence, and how far it is off
     ends = sum((1 - p) ** 2 for p in labels) / 6, -sum(map(math.log, labels)) / 6  # Brier, nll
     assert found == pytest.approx((6, 4 / 6, *bets, *ends))
-    tie = compute_pair_calibration(tensor(2.0, 2.0), tensor(2.0, 2.0))
-    assert tie[1:4] == (0.5, 0.5, 0.0)
-    wrong = compute_pair_calibration(tensor(-100.0, -100.0), tensor(100.0, 100.0))
-    assert wrong[1:4] == (0.0, 1.0, 1.0)
+    assert compute_pair_calibration(tensor(2.0, 2.0), tensor(2.0, 2.0))[1:4] == (0.5, 0.5, 0.0)
+    assert compute_pair_calibration(tensor(-100.0, -100.0), tensor(100.0, 100.0))[1:4] == (0.0, 1.0, 1.0)
     with pytest.raises(ValueError, match="0 pairs"):
         compute_pair_calibration(tensor(), tensor())
     with pytest.raises(ValueError, match="pair 1 differ by inf"):
@@ -274,13 +269,13 @@ reward | centring = -1.0                                | centring=-1.0
 NOT_ABOVE_0 = [[name, "beta = 0.0", "beta=0.0"] for name in [*NAMES, "kto"] if name != "orpo"]
 
 
-@pytest.mark.parametrize(("name", "params", "message"), [*read_cells(REFUSED), *NOT_ABOVE_0])
+@cases("name, params, message", [*read_cells(REFUSED), *NOT_ABOVE_0])
 def test_bad_parameters_are_named(name, params, message):
     with pytest.raises(ConfigError, match=message):
         of_pairs(name, make_pairs(), **read_params(params))(tensor(-10.0), tensor(-12.0))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@cases("name", NAMES)
 def test_a_missing_reference_and_shapes_that_differ_are_named(name):
     needed = pytest.raises(ConfigError, match=f"'{name}' needs ref_chosen")
     with nullcontext() if name in WITHOUT_REFERENCE else needed:

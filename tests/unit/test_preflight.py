@@ -1,6 +1,5 @@
 """What is known about a run before it starts: everything that is wrong, at one look."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from safetensors.numpy import save_file
 from rollouts.config.load import check_same_run, dump_config, load_config, load_recorded, training_digest
 from rollouts.errors import ConfigError, ModelError
 from rollouts.preflight import checks
-from rollouts.preflight.checks import PreparedRun, look_at_run
+from rollouts.preflight.checks import look_at_run
 from rollouts.preflight.estimate import ModelSize, estimate_memory, read_free_memory, read_model_size
 from rollouts.preflight.findings import Findings
 from rollouts.preflight.functions import WRONG_ANSWER, call_functions, make_trial_samples
@@ -46,7 +45,7 @@ FILTERS, CALLED = 'filters = ["r.py:keep"]\n', EVAL + 'reward = "r.py:score"\n'
 
 
 @pytest.fixture
-def house(tmp_path, monkeypatch) -> Path:
+def house(tmp_path, monkeypatch):
     """A directory with a config, its rows, a reward and a model directory of 40 positions."""
     write_files(tmp_path, {"model/config.json": '{"max_position_embeddings": 40}', "r.py": SCORE})
     save_file({"a": np.zeros(1, np.float32)}, tmp_path / "model/model.safetensors")
@@ -70,17 +69,17 @@ def curriculum(step, statistics):
 """
 
 
-def load(house: Path, text: str, *options: str):
+def load(house, text, *options):
     (house / "run.toml").write_text(text)
     return load_config(house / "run.toml", ["--model.name", str(house / "model"), *options])
 
 
-def look_at(house: Path, text: str, stages=("rl",), *options: str) -> tuple[PreparedRun, Findings]:
+def look_at(house, text, stages=("rl",), *options):
     config, findings, place = load(house, text, *options), Findings(), RunDir(house / "run")
     return look_at_run(config, stages, place, findings, local_ranks=1), findings
 
 
-def look(house: Path, *settings) -> list[str]:
+def look(house, *settings):
     """What is wrong."""
     _, findings = look_at(house, *settings)
     return [f"{subject}: {message}" for level, subject, message in findings if level != "ok"]
@@ -139,7 +138,7 @@ def test_everything_that_is_wrong_is_found_at_one_look(house, monkeypatch):
         assert line.startswith(f"{subject}: ") and message in line, line
 
 
-def make_text(name: str) -> str:
+def make_text(name):
     """The config of a case: its tables, and what is added to them."""
     start, _, added = name.partition(", ")
     text = "".join(globals()[part] for part in start.split(" + "))
@@ -225,7 +224,7 @@ def test_a_resumed_run_goes_on_by_the_same_file_and_warns_of_other_rows(house):
     write_jsonl(house / "sft.jsonl", {"prompt": "q", "answer": "ab"}, {"prompt": "r", "answer": "ab"})
     (changed,) = look(house, text, ("sft",))
     assert "sft.epochs: 3 epochs of 2 rows, 1 a step, are 6 steps; at the last start they were 3" in changed
-    assert look_at(house, text, ("rl",))[0].config.sft == config.sft, "a stage that does not run now"
+    assert look_at(house, text, ("rl",))[0].config.sft == config.sft  # a stage that does not run now
     (house / "sft.jsonl").unlink()
     (missing,) = look(house, text, ("sft",))
     assert missing.startswith("sft.data: ")
@@ -282,7 +281,7 @@ endless | error rl.rollout.filters: filter keep on group 0 (prompt row-0) took l
 """
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@cases("kind", SOURCES)
 def test_functions_are_called_once_and_their_answers_shown(house, kind):
     (house / "r.py").write_text(SOURCES[kind])
     text = RL.replace("steps = 1", 'steps = 1\ncurriculum = "r.py:curriculum"') + FILTERS
@@ -319,7 +318,7 @@ def test_the_size_of_a_model_is_read_without_its_weights(tmp_path):
         read_model_size(tmp_path)
 
 
-def write_files(root: Path, files: Mapping[str, str]):
+def write_files(root, files):
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")
@@ -338,7 +337,7 @@ def test_free_memory_is_the_least_of_the_machines_and_of_every_control_groups_ar
         "sys/fs/cgroup/batch/memory.max": "4000\n", "sys/fs/cgroup/batch/memory.current": "3500\n",
         "sys/fs/cgroup/other/memory.max": "1\n", "sys/fs/cgroup/other/memory.current": "1\n",
     })  # fmt: skip
-    assert read_free_memory(tmp_path) == 500, "of batch; job has 1000 - (900 - 600)"
+    assert read_free_memory(tmp_path) == 500  # of batch; job has 1000 - (900 - 600)
     write_files(tmp_path, {"sys/fs/cgroup/batch/memory.max": "9000\n"})
     assert read_free_memory(tmp_path) == 700
     write_files(tmp_path, {f"{job}/memory.current": "2000\n"})

@@ -18,7 +18,7 @@ from rollouts.advantages import compute_group_advantages
 from rollouts.filters import FILTERS
 from rollouts.loops.rl_batch import make_loss_spec
 from rollouts.losses import LOSSES, LossInputs
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases, read_cells
 from tests.unit.test_loops import rl_config
 
 # of each library its advantages, and its loss. nemo_rl's is with .01·k3; openrlhf's KL term is in the reward.
@@ -41,13 +41,13 @@ TABLES = {
 }
 
 
-def rows(text: str) -> torch.Tensor:
+def rows(text):
     """Rows divided by commas."""
     numbers = [[float(number) for number in row.split()] for row in text.split(",")]
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", THERE)
+@cases("name", THERE)
 def test_a_preset_gives_the_advantages_and_the_loss_of_its_library(name):
     assert set(TABLES) == set(THERE)
     advantages, loss = THERE[name]

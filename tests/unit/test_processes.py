@@ -21,13 +21,13 @@ PYTHON = [sys.executable, "-I", "-S"]
 TREE = [*PYTHON, str(Path(__file__).with_name("fake_inference_server.py"))]
 
 
-def environment(pids: Path) -> dict[str, str]:
+def environment(pids):
     """A child that ignores SIGTERM, with two descendants in sessions of their own."""
     behaviour = {"never": True, "strays": True, "stubborn": True, "pids": str(pids)}
     return {"VLLM_API_KEY": "k", "FAKE_SERVER": json.dumps(behaviour)}
 
 
-async def read_tree(pids: Path, child: int) -> list[int]:
+async def read_tree(pids, child):
     """The child with its descendants and guards: child, two strays, inner and outer guard."""
     await wait_until(lambda: pids.exists() and pids.read_text() != "")
     inner = psutil.Process(child).ppid()
@@ -78,7 +78,7 @@ trio.run(main)
 
 
 @asynccontextmanager
-async def open_parent(argv: list[str], env: dict[str, str], log: Path, linger_s: float):
+async def open_parent(argv, env, log, linger_s):
     """A trainer, killed at the end, with a child: the child's id."""
     command = [sys.executable, "-c", PARENT, json.dumps([argv, env, str(log), linger_s])]
     parent = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
@@ -93,7 +93,7 @@ async def open_parent(argv: list[str], env: dict[str, str], log: Path, linger_s:
 
 
 @linux_only
-@pytest.mark.parametrize("first", [None, 3, 4], ids=["none", "inner", "outer"])
+@cases("first", [None, 3, 4], ids=["none", "inner", "outer"])
 async def test_nothing_survives_a_trainer_that_is_killed(tmp_path, first: str | None):
     """Not even if a guard is killed just before it."""
     pids = tmp_path / "pids"
@@ -147,7 +147,7 @@ async def test_a_child_has_an_empty_stdin_and_no_files_of_the_trainers():
     async with open_process([*PYTHON, "-c", code]) as process:
         assert await process.wait_ended() == 0
         process.read_output()
-        assert process.read_tail() == "'' ['0', '1', '2', '3']\n", "the last one is the listing's own"
+        assert process.read_tail() == "'' ['0', '1', '2', '3']\n"  # the last one is the listing's own
     os.close(readable)
     os.close(writable)
 

@@ -12,7 +12,6 @@ from rollouts.models.decoding import decoder
 from rollouts.models.draws import find_top
 from rollouts.models.lora import route_all, use_adapters
 from rollouts.testing.engine_contracts import make_request
-from rollouts.types import Completion, TokenScores
 from tests.support.plain_backend import load_tiny
 from tests.support.text_tables import cases
 from tests.unit.test_local_engine import VOCAB, generate_all, make_model, open_engine
@@ -22,21 +21,21 @@ PROMPT = tuple((place * 37) % 97 for place in range(23))
 TARGETS = np.stack([np.arange(22) % 5, np.full(22, -1), np.arange(22, 0, -1)], axis=1)
 
 
-def score_all(model, ids, temperature: float = 1.0) -> torch.Tensor:
+def score_all(model, ids, temperature=1.0):
     """[T − 1, V] log-probs after each token of a row but the last."""
     with torch.no_grad():
         logits = model(torch.as_tensor(ids)[None], use_cache=False).logits[0, :-1]
     return (logits / temperature).log_softmax(-1)
 
 
-def check_scores(found: TokenScores | None, scores: torch.Tensor):
+def check_scores(found, scores):
     """The log-probs are those that `scores` has of the tokens."""
     wanted = scores.gather(1, torch.from_numpy(found.token_ids)).numpy()
     np.testing.assert_allclose(found.log_probs, wanted, atol=1e-4)
     assert (found.token_ids.dtype, found.log_probs.dtype) == (np.int64, np.float32)
 
 
-def check_prompt(model, answer: Completion):
+def check_prompt(model, answer):
     """All that REQUEST asks of its places."""
     scores = score_all(model, PROMPT)
     own = scores.gather(1, torch.tensor(PROMPT)[1:, None])[:, 0]
@@ -101,12 +100,11 @@ async def test_tokens_drawn_at_the_places_of_a_prompt_have_the_distribution_of_i
     async with open_engine(model) as engine:
         answers = await generate_all(engine, [replace(request, request_id=str(each)) for each in range(40)])
     drawn = np.concatenate([one.prompt_draws.token_ids for one in answers.values()], 1)
-    wanted = score_all(model, PROMPT[:4], 0.7).exp().numpy()
-    for tokens, probs in zip(drawn, wanted, strict=True):
+    for tokens, probs in zip(drawn, score_all(model, PROMPT[:4], 0.7).exp().numpy(), strict=True):
         shares = np.bincount(tokens, minlength=VOCAB) / count
         assert (np.abs(shares - probs) <= 3 * np.sqrt(probs * (1 - probs) / count) + 1e-3).mean() > 0.97
     one, two, _ = drawn
-    assert (one[:-1] == two[1:]).mean() < 0.5, "places do not share a stream"
+    assert (one[:-1] == two[1:]).mean() < 0.5  # places do not share a stream
 
 
 async def test_a_seed_repeats_what_is_drawn_more_begin_with_the_fewer_and_the_answer_is_the_same():
@@ -149,8 +147,7 @@ async def test_the_likeliest_are_of_the_distribution_that_the_log_prob_is_of(
         assert top.token_ids.shape == top.log_probs.shape == (9, k)
         scores = score_all(model, [*PROMPT, *answer.token_ids], temperature or 1.0)[-9:]
         if temperature:
-            weights = scores - scores.amax(-1, keepdim=True)
-            kept = find_top(weights, np.full(9, top_k), np.full(9, top_p))
+            kept = find_top(scores - scores.amax(-1, keepdim=True), np.full(9, top_k), np.full(9, top_p))
             scores = scores.masked_fill(~kept, -torch.inf).log_softmax(-1)
         check_scores(top, scores)
         np.testing.assert_allclose(top.log_probs, scores.topk(k).values, atol=1e-4)

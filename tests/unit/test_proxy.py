@@ -11,7 +11,7 @@ import openai
 import pytest
 import trio
 
-from rollouts.config.tables import RolloutConfig
+from rollouts.config.rollout import RolloutConfig
 from rollouts.environments import proxy as module
 from rollouts.environments.episode import Episode, make_formats
 from rollouts.environments.proxy import OpenTrajectory, open_proxy
@@ -19,7 +19,7 @@ from rollouts.environments.turns import finish_trajectory
 from rollouts.errors import EngineOverloaded, FleetDown
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
-from rollouts.types import Completion, EngineFeatures, GenerateRequest, Sample
+from rollouts.types import EngineFeatures
 from tests.support.text_tables import cases
 from tests.unit.chat_tokenizers import family_tokenizer, turn
 from tests.unit.program_runs import SAMPLE, SAMPLING, make_format
@@ -48,7 +48,7 @@ class Endpoint:
     def __init__(self, generate):
         self.sample, self.given = generate, []
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request):
         answer = await self.sample(request)
         self.given.append((request.prompt_ids.tolist(), answer))
         return answer
@@ -56,18 +56,18 @@ class Endpoint:
     async def ask(self, messages=ASK, **fields):
         return await self.client.chat.completions.create(model="any", messages=messages, **fields)
 
-    async def go_on(self, answer, question: str = "and?", **fields):
+    async def go_on(self, answer, question="and?", **fields):
         said = answer.choices[0].message.model_dump()  # with null for all that OpenAI has beside
         return await self.ask([*ASK, said, turn("user", question)], **fields)
 
-    def check_samples(self) -> tuple[Sample, ...]:
+    def check_samples(self):
         """What all that was answered gives."""
         samples = finish_trajectory(self.trajectory.episode, self.trajectory.end)
         check_exact(self.given, samples)
         return samples
 
     @asynccontextmanager
-    async def open(self, *, proxy=None, form=make_format, retries: int = 0, **settings):
+    async def open(self, *, proxy=None, form=make_format, retries=0, **settings):
         """Raises what ended the trajectory."""
         node = form(()).begin([turn("user", "?")])
         record = dict.fromkeys(("restarts", "resumed", "time/tools", "time/all"), 0)
@@ -86,7 +86,7 @@ class Endpoint:
             raise self.trajectory.failure
 
 
-def open_endpoint(*texts: str | Exception, token_s: float = 0.0, **options):
+def open_endpoint(*texts, token_s=0.0, **options):
     """An endpoint whose model says the texts, over and over. An error is raised instead."""
     replies = itertools.cycle(
         ScriptedReply(one, token_s) if isinstance(one, str) else ScriptedReply("", error=one) for one in texts
@@ -357,7 +357,7 @@ async def test_rewards_that_a_program_posts_are_its_newest_turns(
 # --- tokens, in the templates of other families -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("history", ["template", "extend"])
+@cases("history", ["template", "extend"])
 @cases("name: chatml qwen2_5 qwen3 gptoss llama3_1 mistral_v3_tekken")
 async def test_what_trains_is_what_the_engine_took_in_and_gave_out(name, history, autojump_clock):
     """Of six trajectories at once, in each of which two agents speak at once."""
@@ -384,7 +384,7 @@ async def test_what_trains_is_what_the_engine_took_in_and_gave_out(name, history
             nursery.start_soon(run, seed)
 
 
-async def converse(at: Endpoint, name: str, tools, rng):
+async def converse(at, name, tools, rng):
     """Goes on from the newest answer, or from any before it, streamed or not; never says the same twice."""
     ends = [[turn("system", "You may add.")]]
     for count in range(6):

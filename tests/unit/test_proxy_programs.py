@@ -50,7 +50,7 @@ def main(row):
 def write(tmp_path):
     """Gives the command that runs a text as a program."""
 
-    def write_program(text: str) -> str:
+    def write_program(text):
         (tmp_path / "agent.py").write_text(text, "utf-8")
         return f"{sys.executable} {tmp_path}/agent.py"
 
@@ -76,8 +76,7 @@ async def test_a_command_plays_a_trajectory_and_rewards_its_turns(write):
 
 async def test_a_function_may_have_an_event_loop_of_its_own(tmp_path):
     (tmp_path / "agent.py").write_text(ASYNC)
-    samples = await play(f"{tmp_path}/agent.py:main")
-    assert [sample.response_length for sample in samples] == [3, 3, 3]
+    assert [sample.response_length for sample in await play(f"{tmp_path}/agent.py:main")] == [3, 3, 3]
 
 
 @cases("""

@@ -5,7 +5,6 @@ import inspect
 import json
 import re
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +13,12 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollouts import errors
-from rollouts.backends.open import choose_autocast_dtype
 from rollouts.config.tables import OptimConfig
 from rollouts.errors import BackendError
 from rollouts.loops.updates import work_metrics
-from rollouts.losses import LossInputs, LossOutput
+from rollouts.losses import LossOutput
 from rollouts.losses.inputs import reduce_loss
+from rollouts.models.layers import make_probing_directions
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import SFT, assert_weights_equal, make_batch
 from rollouts.types import LossSpec, Mean, OptimParams
@@ -31,7 +30,7 @@ torch.set_num_threads(1)
 SEEN = []
 
 
-def make_model(seed: int = 0) -> LlamaForCausalLM:
+def make_model(seed=0):
     torch.manual_seed(seed)
     # log-probs differ by nats, so that errors show
     sizes = "vocab_size = 64, hidden_size = 32, intermediate_size = 64, num_hidden_layers = 2, \
@@ -61,8 +60,8 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("form", FORMS)
+@cases("spec", SPECS.values(), ids=SPECS)
+@cases("form", FORMS)
 async def test_loss_and_gradients_are_those_of_a_plain_forward_of_each_row(form, spec):
     batch, plain = make_batch(temperature=0.7), make_model()
     wanted, denominator = plain_backend.compute_plain_loss(plain, batch, spec)
@@ -73,7 +72,7 @@ async def test_loss_and_gradients_are_those_of_a_plain_forward_of_each_row(form,
     assert_gradients_close(found, take_gradients(plain))
 
 
-def watching_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+def watching_loss(inputs, *, unit):
     """Keeps what it was given."""
     SEEN.append(inputs)
     total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
@@ -140,16 +139,36 @@ async def test_results_say_how_long_the_work_took_and_how_much_was_to_be_done_be
 
 
 async def test_bfloat16_autocast_stays_close_to_float32():
-    batch, rows, losses = make_batch(), [], []
+    batch, rows, losses, products = make_batch(), [], [], []
+
+    def note(*_):
+        products.append(torch.backends.mkldnn.matmul.fp32_precision)
+
     for dtype in (None, torch.bfloat16):
         async with open_backend(autocast_dtype=dtype) as backend:
             rows.append(np.concatenate(await backend.forward(batch)))
+            backend.model.get_decoder().register_forward_hook(note)
+            backend.model.get_input_embeddings().weight.register_post_accumulate_grad_hook(note)
             losses.append((await backend.forward_backward(batch, SFT)).loss)
             assert all(parameter.grad.dtype == torch.float32 for parameter in backend.model.parameters())
     assert losses[0] == pytest.approx(losses[1], abs=0.05)
     assert np.abs(rows[0] - rows[1]).max() < 0.3
-    assert choose_autocast_dtype("off", torch.device("cpu")) is None
-    assert choose_autocast_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
+    assert products == ["none"] * 2 + ["bf16"] * 2  # forward and backward
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # as it was
+
+
+@cases("share: no yes")
+async def test_hidden_states_are_those_of_a_plain_forward_of_each_row(share: bool):
+    batch = make_batch()
+    async with open_backend(share_prefix=share) as backend:
+        found = (await backend.forward_with_entropy(batch, project=True))[2:]
+        for row, (tokens, mask) in enumerate(zip(batch.tokens, batch.loss_masks, strict=True)):
+            with torch.no_grad():
+                states = backend.model.get_decoder()(torch.from_numpy(tokens)[None]).last_hidden_state[0]
+            wanted = (make_probing_directions(states) @ states[np.flatnonzero(mask) - 1].T).numpy()
+            own = np.asarray([rows[row][mask] for rows in found])
+            # but for the unit, the size of all states of the micro-batch
+            np.testing.assert_allclose(own / np.linalg.norm(own), wanted / np.linalg.norm(wanted), atol=1e-5)
 
 
 async def test_a_tied_weight_may_be_loaded_under_both_names():
@@ -187,11 +206,11 @@ CONTRACT = {
 }
 
 
-async def check_promise(promise, opener, folder: Path):
+async def check_promise(promise, opener, folder):
     await promise(opener, *([folder] if "folder" in inspect.signature(promise).parameters else []))
 
 
-@pytest.mark.parametrize("promise", CONTRACT.values(), ids=CONTRACT)
+@cases("promise", CONTRACT.values(), ids=CONTRACT)
 async def test_contract(promise, tmp_path):
     await check_promise(promise, open_backend, tmp_path)
 
@@ -199,15 +218,21 @@ async def test_contract(promise, tmp_path):
 # --- what users saw -----------------------------------------------------------------------------------------
 
 
-async def test_a_token_outside_the_vocabulary_is_named_by_its_row():
+@cases("""
+field   | token
+tokens  | 64
+targets | -1
+""")
+async def test_a_token_outside_the_vocabulary_is_named_by_its_row(field, token: int):
     batch = make_batch()
-    wrong = dataclasses.replace(batch, tokens=(*batch.tokens[:-1], np.full_like(batch.tokens[-1], 64)))
+    rows = *batch.tokens[:-1], np.full_like(batch.tokens[-1], token)
     async with open_backend() as backend:
-        error = await contract.raised_by(backend.forward_backward(wrong, SFT), BackendError)
-    assert "batch.tokens[8] has the id 64; the model's ids are 0 to 63" in str(error)
+        failing = backend.forward_backward(dataclasses.replace(batch, **{field: rows}), SFT)
+        error = await contract.raised_by(failing, BackendError)
+    assert f"batch.{field}[8] has the id {token}; the model's ids are 0 to 63" in str(error)
 
 
-def odd_loss(inputs: LossInputs, *, unit: str, kind: str):
+def odd_loss(inputs, *, unit, kind):
     """A user's loss that raises KeyError, answers with something else, or forgets its gradient."""
     detached = LossOutput(inputs.log_probs.detach().sum(), 1, {})
     return {"none": None, "axes": LossOutput(inputs.log_probs, 1, {}), "detached": detached}[kind]

@@ -18,11 +18,11 @@ from tests.distributed.one_rank import open_one_rank
 from tests.support.text_tables import cases
 
 
-def config_of(**settings) -> RunConfig:
+def config_of(**settings):
     return RunConfig(distributed=DistributedConfig(**settings))
 
 
-def launch_of(world_size: int) -> Launch:
+def launch_of(world_size):
     return Launch(0, world_size, 0, world_size, "localhost", restart=0)
 
 
@@ -70,9 +70,7 @@ sft = { steps = 3, data = { kind = "jsonl", path = "sft.jsonl" } }
 """
 
 
-@pytest.mark.parametrize(
-    ("theirs", "said"), [("model.threads = 1", "model.threads: 2 here, 1 on"), (SFT, r"sft\..* unset here, ")]
-)
+@cases("theirs, said", [("model.threads = 1", "model.threads: 2 here, 1 on"), (SFT, r"sft\..* unset here, ")])
 def test_a_rank_with_another_config_is_refused_naming_the_setting_and_both_values(tmp_path, theirs, said):
     (tmp_path / "run.toml").write_text(theirs)
     ours = RunConfig(model=ModelConfig(threads=2)) if "model" in theirs else RunConfig()

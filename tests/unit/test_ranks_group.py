@@ -1,7 +1,5 @@
 """What ranks agree on, and how they are compared; tests.distributed has real ranks."""
 
-from pathlib import Path
-
 import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  (documented there)
 
@@ -30,7 +28,7 @@ def test_shards_must_divide_the_ranks():
 # --- model directories of several machines ------------------------------------------------------------------
 
 
-def make_digest(folder: Path, size: int, *, changed: int | None = None) -> str:
+def make_digest(folder, size, *, changed=None):
     """Of weights that are zeros behind a header of 100 bytes, with one byte changed."""
     folder.mkdir()
     (folder / "config.json").write_text("{}")

@@ -6,14 +6,14 @@ import ast
 import re
 import tomllib
 from collections import Counter
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 CALLED_BY_LIBRARIES = {"before_task_step", "after_task_step"}  # trio.abc.Instrument
 ONLY_TESTS_CALL = {"wait_written"}
 
 
-def count_names(node: ast.AST) -> Counter[str]:
+def count_names(node):
     names = Counter()
     for part in ast.walk(node):
         match part:

@@ -9,9 +9,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +25,7 @@ LONGEST_S = 0.06  # that a writer lives; kills fall anywhere in it
 REPEATED = 3  # steps that an attempt does again, as after a checkpoint that was made some steps ago
 
 
-def write_and_kill(run_dir: RunDir, draw: random.Random, nth: int) -> int:
+def write_and_kill(run_dir, draw, nth):
     """The last step that the attempt had logged when it was killed; 0 for none. `nth`: see run_writer."""
     done = [row["step"] for row in newest_attempts(read_rows(run_dir.metrics))]
     first = max([1, *(step + 1 - REPEATED for step in done)])
@@ -49,7 +47,7 @@ def write_and_kill(run_dir: RunDir, draw: random.Random, nth: int) -> int:
     return max(logged, default=0)
 
 
-def check_files(run_dir: RunDir, attempt: int, logged: int) -> int:
+def check_files(run_dir, attempt, logged):
     """The number of files that are torn. Asserts that nothing else is wrong with any, and that `logged` of
     the attempt is there.
     """
@@ -66,18 +64,18 @@ def check_files(run_dir: RunDir, attempt: int, logged: int) -> int:
             torn += 1
         assert said == []
     written = {row["step"] for row in read_rows(run_dir.metrics) if row["attempt"] == attempt}
-    assert not logged or logged in written, "what was logged survives"
+    assert not logged or logged in written  # what was logged survives
     return torn
 
 
-def check_whole(run_dir: RunDir):
+def check_whole(run_dir):
     """What readers see after the next attempt has opened the files."""
     for file in open_files(run_dir).values():
         file.close()
     repaired = partial(iterate_rows, report=pytest.fail)
     rows = {path.stem: newest_attempts(repaired(path)) for path in run_dir.row_files}
     steps = [(row["stage"], row["step"]) for row in rows["metrics"]]
-    assert sorted(steps) == [("rl", step) for step in range(1, len(steps) + 1)], "one row for each step"
+    assert sorted(steps) == [("rl", step) for step in range(1, len(steps) + 1)]  # one row for each step
     assert max(Counter((row["step"], row["name"]) for row in rows["evaluations"]).values()) == 1
     assert rows["contributions"]
     for row in rows["contributions"]:  # arrays are written before the rows that name them
@@ -86,7 +84,7 @@ def check_whole(run_dir: RunDir):
         assert line.count("loss") == 1 and line.endswith("tokens        3")
 
 
-def kill_often(folder: Path, places: Sequence[int], *, seed: int) -> int:
+def kill_often(folder, places, *, seed):
     """How many files the kills have torn. A new run after twenty kills, so that reading all of it stays
     quick.
     """
@@ -102,7 +100,7 @@ def kill_often(folder: Path, places: Sequence[int], *, seed: int) -> int:
 
 def test_ten_kills_lose_nothing_that_was_logged(tmp_path):
     torn = kill_often(tmp_path, [0, 9, 0, -5, 0, 20, 0, 12, 0, 0], seed=1)
-    assert torn >= 2, "files were torn, and read and repaired"
+    assert torn >= 2  # files were torn, and read and repaired
 
 
 @pytest.mark.slow

@@ -28,12 +28,12 @@ BATCH = make_batch()
 class Memory:
     """Loads models that only have a size, and keeps its own account of what is in memory."""
 
-    def __init__(self, sizes: dict[str, ModelSize], budget: int, *, steps: int = 2):
+    def __init__(self, sizes, budget, *, steps=2):
         self.sizes, self.budget, self.steps = sizes, budget, steps
         self.live, self.loads = Counter(), Counter()  # bytes and times, by name
         self.fails, self.most = set(), 0
 
-    def _set(self, name: str, size: int):
+    def _set(self, name, size):
         assert size <= self.live.get(name, size), f"{name} is loaded twice"
         self.live[name] = size
         if not size:
@@ -41,12 +41,12 @@ class Memory:
         self.most = max(self.most, self.live.total())
         assert self.most <= self.budget, self.live
 
-    async def measure(self, name: str) -> ModelSize:
+    async def measure(self, name):
         await trio.lowlevel.checkpoint()
         return self.sizes[name]
 
     @asynccontextmanager
-    async def open_model(self, name: str):
+    async def open_model(self, name):
         self.loads[name] += 1
         self._set(name, self.sizes[name].loading)
         try:
@@ -66,7 +66,7 @@ class Memory:
         return aclosing(ReferenceCache(self.budget, self.measure, self.open_model))
 
 
-def same(*names: str) -> dict[str, ModelSize]:
+def same(*names):
     return {name: ModelSize(4, 4) for name in names}
 
 
@@ -77,8 +77,7 @@ sizes                      | …
 {"a": [5, 5], "b": [5, 5]} | too big together
 """)
 async def test_what_can_never_fit_is_refused_and_nothing_is_given_up_for_it(sizes: Any):
-    large = {name: ModelSize(*size) for name, size in sizes.items()}
-    memory = Memory(large | same("small"), 8)
+    memory = Memory({name: ModelSize(*size) for name, size in sizes.items()} | same("small"), 8)
     async with memory.open() as cache:
         async with cache.lease("small"):
             pass
@@ -89,8 +88,7 @@ async def test_what_can_never_fit_is_refused_and_nothing_is_given_up_for_it(size
 
 
 async def test_nothing_is_leased_after_the_end():
-    memory = Memory(same("a"), 4)
-    async with memory.open() as cache:
+    async with Memory(same("a"), 4).open() as cache:
         pass
     with pytest.raises(BackendClosed):
         async with cache.lease("a"):

@@ -4,23 +4,26 @@ resume bit for bit.
 
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.config.tables import OptimConfig
-from rollouts.device_thread import DeviceThread, open_device_thread
-from rollouts.errors import BackendError, CheckpointError
+from rollouts.device_thread import open_device_thread
+from rollouts.engines.local import open_local_engine
+from rollouts.errors import BackendError, CheckpointError, WeightSyncError
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.reference.moving import STATE_FILE, UpdateRule, open_moving_reference
 from rollouts.reference.score import score_batch
 from rollouts.testing.torch_contracts import assert_weights_equal, make_batch
 from rollouts.types import LossSpec
+from rollouts.weight_sync.snapshots import export_snapshot
+from rollouts.weight_sync.sync import WeightSync
+from rollouts.weight_sync.update import make_probe
 from tests.support.text_tables import cases
 
 BATCH = make_batch(temperature=0.8)
@@ -29,7 +32,7 @@ BATCH = make_batch(temperature=0.8)
 class Policy:
     """Streams given weights on the reference's thread, as a backend does."""
 
-    def __init__(self, thread: DeviceThread):
+    def __init__(self, thread):
         self.thread, self.fails = thread, False
         self.weights = {}
 
@@ -44,7 +47,7 @@ class Policy:
 
 
 @asynccontextmanager
-async def open_moving(path: Path, **options):
+async def open_moving(path, **options):
     """(the reference, a policy that it can follow)."""
     async with (
         open_device_thread(name="moving", torch_threads=1) as thread,
@@ -53,7 +56,7 @@ async def open_moving(path: Path, **options):
         yield reference, Policy(thread)
 
 
-def random_weights(path: Path, seed: int) -> dict[str, Tensor]:
+def random_weights(path, seed):
     generator = torch.Generator().manual_seed(seed)
     return {
         name: parameter.detach() + 0.05 * torch.randn(parameter.shape, generator=generator)
@@ -67,7 +70,7 @@ async def test_scores_are_those_of_a_model_with_the_mixed_weights():
         policy.weights = random_weights(path, 1)
         before = await reference.score(BATCH)
         moved = [await reference.update(policy, step=step) for step in (1, 2, 2)]
-        assert moved == [False, True, False], "every second step, and a step moves it once"
+        assert moved == [False, True, False]  # every second step, and a step moves it once
         assert reference.metrics == {"reference/updates": 1.0}
         scores = await reference.score(BATCH)
     model = load_hf_model(path)
@@ -136,6 +139,52 @@ async def test_a_reference_that_follows_has_the_backends_own_weights():
     np.testing.assert_allclose(np.concatenate(policy), np.concatenate(scores), atol=1e-6)
 
 
+# --- as a source of weights ---------------------------------------------------------------------------------
+
+
+async def test_a_snapshot_has_the_average_of_all_that_the_policy_was(tmp_path):
+    """With d = 1 − 0.25: dⁿ·start + Σ 0.25·dⁿ⁻ᵏ·policy_k. The model that scores is bfloat16; the snapshot is
+    not.
+    """
+    path, steps = resolve_model("tiny:llama"), 5
+    async with open_moving(path, rule=UpdateRule(0.25), dtype=torch.bfloat16) as (reference, policy):
+        for step in range(1, steps):
+            policy.weights = random_weights(path, step)
+            await reference.update(policy, step=step)
+        policy.weights = random_weights(path, steps)
+        reference.follow(policy, lambda: steps)  # the last update is made when the weights are asked for
+        await export_snapshot(reference, tmp_path / "v1", shard_bytes=1 << 16)
+    found = dict(load_hf_model(tmp_path / "v1").named_parameters())
+    start = dict(load_hf_model(path).named_parameters())
+    policies = [random_weights(path, step) for step in range(1, steps + 1)]
+    for name, weight in start.items():
+        expected = 0.75**steps * weight.double()
+        for step, policy in enumerate(policies, 1):
+            expected += 0.25 * 0.75 ** (steps - step) * policy[name].double()
+        assert found.pop(name).double().sub(expected).abs().max() < 1e-6
+        assert expected.sub(weight).abs().max() > 1e-3
+    assert not found
+
+
+async def test_an_engine_that_serves_the_average_is_proven_and_one_with_the_policys_weights_is_not():
+    path = resolve_model("tiny:llama")
+    async with (
+        open_moving(path, rule=UpdateRule(0.25)) as (reference, policy),
+        open_device_thread(name="engine", torch_threads=1) as thread,
+        open_local_engine(load_hf_model(path), device_thread=thread, mode="copied", max_rows=2) as engine,
+    ):
+        sync = WeightSync(make_probe(engine.features.vocab_size, tolerance=1e-4))
+        for step in (1, 2):
+            policy.weights = random_weights(path, step)
+            await reference.update(policy, step=step)
+            metrics = await sync(reference, [engine], step)
+            assert metrics["weight_sync/probe_difference/max"] < 1e-5
+        assert_weights_equal(await engine.copy_weights(), dict(reference.trained.named_parameters()))
+        mistaken = SimpleNamespace(forward=reference.forward, stream_weights=policy.stream_weights)
+        with pytest.raises(WeightSyncError, match="differs from the trainer by"):
+            await sync(mistaken, [engine], 3)
+
+
 @cases("""
 message
 never came
@@ -156,7 +205,8 @@ async def test_an_update_that_breaks_off_leaves_no_silent_mixture(message):
         policy.weights = missing if message == "never came" else misfit
         with pytest.raises(BackendError, match=message):
             await update()
-        for use in (partial(reference.score, BATCH), update, reference.hold):
+        stream = partial(reference.stream_weights, lambda bucket: None)
+        for use in (partial(reference.score, BATCH), update, reference.hold, stream):
             with pytest.raises(BackendError, match="go on from a saved one"):
                 await use()
 

@@ -5,7 +5,6 @@ error is measured and told.
 import math
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ def torchao():
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
+def path(tmp_path_factory):
     """A model in which linear layers dominate: 256 wide, of which the tied embedding is 6 %."""
     folder = tmp_path_factory.mktemp("wide") / "model"
     torch.manual_seed(0)
@@ -97,7 +96,7 @@ async def test_a_quantised_reference_is_small_and_its_error_is_told(dtype, limit
         open_frozen_reference(path, device_thread=thread) as exact,
         open_frozen_reference(path, dtype=dtype, device_thread=thread, say=said.append) as reference,
     ):
-        size, model = reference._model.get_memory_footprint(), load_hf_model(path)
+        size, model = reference.model.get_memory_footprint(), load_hf_model(path)
         probe = sample_probe(model)
         again = compare_log_probs(await reference.score(probe), await exact.score(probe), probe)
         metrics = dict(reference.metrics)

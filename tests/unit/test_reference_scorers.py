@@ -4,7 +4,6 @@ import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,7 +29,7 @@ BATCH = make_batch(groups=2, size=2)
 
 
 @pytest.fixture
-def path() -> Path:
+def path():
     return resolve_model("tiny:llama")
 
 
@@ -47,12 +46,12 @@ def server(path, monkeypatch):
 class ReferenceServer:
     """Answers as vLLM and SGLang do, with a model of its own."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path):
         self.model = load_hf_model(path)
         self.asked, self.statuses = [], []  # what came; statuses of the next answers, 200 after them
         self.spoil = list  # what becomes of the tokens' entries
 
-    def handle(self, request: httpx.Request) -> httpx.Response:
+    def handle(self, request):
         if request.headers.get("authorization") != f"Bearer {KEY}":
             return httpx.Response(401)
         if request.url.path == "/v1/models":
@@ -76,7 +75,7 @@ class ReferenceServer:
 
 
 @asynccontextmanager
-async def open_trainer(path: Path):
+async def open_trainer(path):
     async with (
         open_device_thread(name="reference", torch_threads=1) as thread,
         open_frozen_reference(path, device_thread=thread) as scorer,
@@ -129,14 +128,14 @@ async def test_only_the_tokens_up_to_the_last_trained_one_are_sent(server):
     assert sorted(server.asked) == sorted(wanted)
 
 
-def every(value: float, token: str = ""):
+def every(value, token=""):
     return lambda entries: [
         None, *({token or own: {"logprob": value} for own in entry} for entry in entries[1:])
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "spoil"),
+@cases(
+    "kind, spoil",
     [
         ("vllm", lambda entries: None),
         ("vllm", lambda entries: entries[:-1]),

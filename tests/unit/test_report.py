@@ -8,8 +8,6 @@ import json
 import re
 from html.parser import HTMLParser
 from operator import itemgetter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ from tests.unit.run_rows import write_block, write_rows
 class Page(HTMLParser):
     """Each tag with its attributes and what a script or style holds."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path):
         super().__init__()
         self.elements = []
         self.source = path.read_text(encoding="utf-8")
@@ -39,38 +37,38 @@ class Page(HTMLParser):
         if self.cdata_elem:
             self.elements[-1][2].append(data)
 
-    def code(self) -> dict[str, str]:
+    def code(self):
         """Style and script of the page, without its data."""
         return {tag: "".join(text) for tag, of, text in self.elements if text and "type" not in of}
 
-    def data(self, name: str):
+    def data(self, name):
         return next(json.loads("".join(text)) for _, of, text in self.elements if of.get("id") == name)
 
 
-def gather(root: Path, *, share: float = 1.0):
+def gather(root, *, share=1.0):
     with open_record(root, points=True) as record:
         return gather_run(record, share=share)
 
 
-def of_rl(rows) -> dict[str, Any]:
+def of_rl(rows):
     (row,) = (row for row in rows if row["stage"] == "rl")
     return row
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run(tmp_path):
     return write_run(tmp_path / "written")
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory) -> Page:
+def page(tmp_path_factory):
     root = write_run(tmp_path_factory.mktemp("report") / "written")
     assert main(["report", str(root)]) == 0
     return Page(root / "report.html")
 
 
 @pytest.fixture
-def facts(page) -> dict[str, Any]:
+def facts(page):
     return page.data("report-data")["runs"][0]
 
 
@@ -92,8 +90,7 @@ def test_the_page_loads_nothing(page):
             assert re.match("#|data:|$", attributes[name] or ""), tag
         assert tag not in ("iframe", "object", "embed", "base", "img")
     calls = r"@import|url\(|fetch\(|XMLHttpRequest|WebSocket|eval\(|innerHTML|localStorage"
-    unwanted = rf"https?://(?!www\.w3\.org/2000/svg)|{calls}"
-    assert not re.search(unwanted, "".join(page.code().values()))
+    assert not re.search(rf"https?://(?!www\.w3\.org/2000/svg)|{calls}", "".join(page.code().values()))
 
 
 def test_the_policy_allows_the_styles_and_scripts_of_the_page_and_nothing_else(page):
@@ -117,8 +114,7 @@ def test_a_run_is_told_in_numbers(facts):
 
 
 def test_phases_failures_and_messages_are_counted(facts):
-    phases = {"time/generate": [1.25] * 20, "time/step": [2] * 20}
-    assert phases.items() <= of_rl(facts["phases"]).items()
+    assert {"time/generate": [1.25] * 20, "time/step": [2] * 20}.items() <= of_rl(facts["phases"]).items()
     (found,) = facts["failed"]
     assert found.items() >= {"name": "reward", "total": 4, "first": 5, "last": 20}.items()
     parts = {place * 20 // 25 for place in (9, 14, 19, 24)}  # of 25 rows, after 5 of sft
@@ -185,7 +181,7 @@ def test_samples_that_trained_have_their_advantage_share_and_tokens(run):
     samples = {sample["id"]: sample for sample in map(json.loads, texts)}
     shown = """{"advantage": -0.5, "share": 0.25, "arrays":
         {"pieces": ["72 ", "105 ", "33 "], "mask": [0, 1, 1], "cut": 0, "logprob_diff": [0, 0.5, 0]}}"""
-    assert samples["s20-1"] | json.loads(shown) == samples["s20-1"], "trainer minus engine, where it trains"
+    assert samples["s20-1"] | json.loads(shown) == samples["s20-1"]  # trainer minus engine, where it trains
     assert "arrays" not in samples["s20-2"]
     assert "advantage" not in samples["s19-1"]
     said = "tokens are shown by number: .*no tokenizer.json.*1 shown samples were removed"

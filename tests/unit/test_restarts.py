@@ -3,7 +3,6 @@ starts anew.
 """
 
 import os
-from collections.abc import Iterable
 
 import pytest
 
@@ -24,7 +23,7 @@ ALONE = Launch(0, 1, 0, 1, "localhost", restart=0, run_id="job", agent="a")
 SPREAD = Launch(0, 4, 0, 2, "node-a", restart=0, run_id="job", agent="a")  # on two machines
 
 
-def use(run_dir: RunDir, launch: Launch, *, others: Iterable[str] = ()):
+def use(run_dir, launch, *, others=()):
     """A run of this launch has the directory, and its process ends."""
     restart = find_restart(run_dir, launch)
     with os.fdopen(lock_run_dir(run_dir)) as lock:
@@ -33,7 +32,7 @@ def use(run_dir: RunDir, launch: Launch, *, others: Iterable[str] = ()):
 
 
 @pytest.fixture
-def run_dir(tmp_path) -> RunDir:
+def run_dir(tmp_path):
     return RunDir(tmp_path / "run")
 
 
@@ -53,7 +52,7 @@ def test_two_runs_of_one_machine_with_the_same_id_are_two(run_dir, run_id):
 
 def test_a_start_that_is_refused_once_it_has_locked_leaves_the_run_to_its_own_agent(run_dir):
     later = ALONE._replace(agent="later")
-    assert find_restart(run_dir, later) == "no", "both look before either has locked"
+    assert find_restart(run_dir, later) == "no"  # both look before either has locked
     use(run_dir, ALONE)
     run_dir.config.touch()
     with os.fdopen(lock_run_dir(run_dir)), pytest.raises(RunDirError, match="is not empty"):
@@ -63,7 +62,7 @@ def test_a_start_that_is_refused_once_it_has_locked_leaves_the_run_to_its_own_ag
 
 
 def test_without_agents_the_launchers_count_tells(run_dir):
-    assert find_restart(run_dir, ALONE._replace(restart=1)) == "yes", "it failed before it had the directory"
+    assert find_restart(run_dir, ALONE._replace(restart=1)) == "yes"  # it failed before it had the directory
     use(run_dir, ALONE._replace(agent=""))
     for count, found in enumerate(("no", "yes")):
         assert find_restart(run_dir, ALONE._replace(agent="", restart=count)) == found
@@ -74,7 +73,7 @@ def test_a_new_machine_with_rank_0_resumes_if_a_machine_of_before_is_there(run_d
     newcomer = SPREAD._replace(agent="new")
     assert find_restart(run_dir, newcomer) == "if another rank says so"
     use(run_dir, newcomer, others=["b"])
-    assert read_agents(run_dir) == ("job", {"a", "b", "new"}), "the machine that left may come back"
+    assert read_agents(run_dir) == ("job", {"a", "b", "new"})  # the machine that left may come back
 
 
 @pytest.mark.parametrize("others", [[], ["x"]])
@@ -92,4 +91,4 @@ def test_a_launcher_is_known_by_its_directory_of_logs_in_every_attempt():
         return read_launch({"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_ERROR_FILE": error_file}).agent
 
     assert find_agent("job_a", 0) == find_agent("job_a", 1) != find_agent("job_b", 0)
-    assert read_launch({"TORCHELASTIC_RUN_ID": "job"}).agent == "", "nothing tells who started it"
+    assert read_launch({"TORCHELASTIC_RUN_ID": "job"}).agent == ""  # nothing tells who started it

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 from rollouts.errors import ConfigError, DataError, UserFunctionError
 from rollouts.rewards import code as code_module
 from rollouts.rewards.code import Isolation, Limits, describe_isolation, extract_code, make_code_reward
-from rollouts.types import RewardResult, Sample
+from rollouts.types import Sample
 from tests.support.processes import find_processes
 from tests.support.text_tables import cases
 
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs L
 
 
 @pytest.fixture(params=[True, False], ids=["namespaces", "limits"])
-def namespaces(request) -> bool:
+def namespaces(request):
     """Hostile code meets both: all that this host isolates, and the limits alone."""
     if request.param and not describe_isolation().network:
         pytest.skip("this host lets this user have no namespaces")
@@ -48,7 +47,7 @@ def leaves_nothing_behind(tmp_path_factory, monkeypatch):
     assert psutil.wait_procs([*code_processes()], timeout=5.0)[1] == []
 
 
-def code_processes() -> Iterator[psutil.Process]:
+def code_processes():
     """Every process of this machine whose session was opened for a child of ours, by the descriptors and
     script in its command line.
     """
@@ -58,7 +57,7 @@ def code_processes() -> Iterator[psutil.Process]:
                 yield one
 
 
-def run(code: str, tests="pass", *, metadata=None, **options) -> RewardResult:
+def run(code, tests="pass", *, metadata=None, **options):
     reward = make_code_reward(**{"limits": QUICK, "namespaces": True} | options)
     return reward(Sample(id="s", prompt="q", response=code, metadata={"tests": tests, **(metadata or {})}))
 
@@ -69,12 +68,12 @@ def run_there(namespaces):
     return partial(run, namespaces=namespaces)
 
 
-def check(result: RewardResult, reward: float, note: str):
+def check(result, reward, note):
     """`note` is a regular expression that the note begins with, after any text."""
     assert result.reward == reward and re.search(note, result.note or ""), result
 
 
-def open_to_all(directory: Path):
+def open_to_all(directory):
     """The code runs as another user, who must be let through to what it may import."""
     for one in (directory, *directory.parents):
         if one == Path(tempfile.gettempdir()) or one == one.parent:
@@ -90,7 +89,7 @@ SUMS = [{"input": "3 4\n", "output": "7\n"}, {"input": "-1 1", "output": "0"}]
 
 
 # code | tests, divided by &, or what is to be printed | entry point | reward | what the note says
-def printing(output: str) -> list[dict[str, str]]:
+def printing(output):
     return [{"input": "", "output": output}]
 
 
@@ -222,7 +221,7 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("code", ENDLESS.values(), ids=ENDLESS)
+@cases("code", ENDLESS.values(), ids=ENDLESS)
 def test_code_that_does_not_end_is_ended(code, run_there):
     result = run_there(code, ["pass", "pass"], limits=Limits(timeout_s=0.3))
     check(result, 0.0, "^0 of 2 tests passed; test 0: it took longer than 0.3 s")
@@ -251,8 +250,8 @@ FORGERIES = {
 }
 
 
-@pytest.mark.parametrize("code", FORGERIES.values(), ids=FORGERIES)
-@pytest.mark.parametrize("tests", ["assert False", printing("7")], ids=["test", "program"])
+@cases("code", FORGERIES.values(), ids=FORGERIES)
+@cases("tests", ["assert False", printing("7")], ids=["test", "program"])
 def test_a_test_that_did_not_pass_cannot_be_passed_by_saying_so(code, tests, run_there):
     assert run_there(code, tests).reward == 0.0
 

@@ -3,7 +3,6 @@
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -79,7 +78,7 @@ x + 1 == \boxed{y + 1}
 """
 
 
-def read_pairs(equal: float, table: str) -> list[tuple[Any, ...]]:
+def read_pairs(equal, table):
     return [(equal, *line.split(" == ")) for line in table.strip().splitlines()]
 
 
@@ -169,13 +168,13 @@ EQUALITY = [
 ]
 
 
-@pytest.mark.parametrize(("equal", "answer", "response"), EQUALITY)
+@cases("equal, answer, response", EQUALITY)
 def test_equal_and_unequal_formulas(equal, answer, response):
     found = math_match(sample_of(response, answer=answer))
     assert found == RewardResult(equal, {"math": equal, "parsed": 1.0})
 
 
-@pytest.mark.parametrize("response", ["", "I do not know.", r"4 \boxed{", r"4, thus \boxed{\frac{}"])
+@cases("response", ["", "I do not know.", r"4 \boxed{", r"4, thus \boxed{\frac{}"])
 def test_a_response_without_formula_is_0_with_a_note(response):
     result = math_match(sample_of(response, answer="x^2"))
     assert result.reward == result.parts["math"] == 0.0
@@ -216,9 +215,7 @@ def test_formulas_are_compared_only_where_their_time_can_be_limited():
         threads.submit(math_match, sample_of("1", answer="1")).result()
 
 
-@pytest.mark.parametrize(
-    ("reward", "package"), [(fuzzy_match, "rapidfuzz.distance"), (math_match, "math_verify")]
-)
+@cases("reward, package", [(fuzzy_match, "rapidfuzz.distance"), (math_match, "math_verify")])
 def test_a_missing_library_is_named_with_its_extra(reward, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     with pytest.raises(ConfigError, match=r"pip install 'rollouts-rl\[rewards\]'"):

@@ -29,14 +29,14 @@ from rollouts.types import RewardResult, Sample
 from tests.support.text_tables import cases
 
 
-def sample_of(response: str, *, num_tokens: int = 0, **metadata) -> Sample:
+def sample_of(response, *, num_tokens=0, **metadata):
     """A sample of two prompt tokens and `num_tokens` that train."""
     mask = [0, 0] + [1] * num_tokens
     arrays = {"tokens": range(len(mask)), "loss_mask": mask}
     return Sample(id="s", prompt="q", response=response, metadata=metadata, **arrays)
 
 
-def find(name: str):
+def find(name):
     """What a table names: of this file, or of the library."""
     return {**vars(fuzzy), **vars(math_rewards), **vars(multiple_choice), **globals()}[name]
 

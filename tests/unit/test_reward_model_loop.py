@@ -2,12 +2,9 @@
 measures are those of its scores.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
 
@@ -33,37 +30,37 @@ CENTRING = 0.05
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory) -> Path:
+def model_path(tmp_path_factory):
     """A small reward model with a random head."""
     return plain_backend.save_scalar("llama", tmp_path_factory.mktemp("scalar"))
 
 
-def config_of(**changes) -> RewardModelTrainingConfig:
+def config_of(**changes):
     return RewardModelTrainingConfig.model_validate({"data": DATA, "steps": 3, "batch_size": 4, **changes})
 
 
-def open_backend(path: Path):
+def open_backend(path):
     return plain_backend.open_backend(load_hf_model(path, head="scalar"), optim=OPTIM)
 
 
-async def train(backend, samples, config: RewardModelTrainingConfig, logger, of_scores=None, **loop):
+async def train(backend, samples, config, logger, of_scores=None, **loop):
     loss = on_thread(backend.device_thread.submit, of_scores or make_score_loss(CENTRING))
     mixture = make_mixture(samples)
     return await run_reward_model_training(backend, mixture, config, logger, loss=loss, **loop)
 
 
-def score(model, tokens) -> Tensor:
+def score(model, tokens):
     """What transformers says of the whole sequence."""
     return model(input_ids=torch.from_numpy(np.asarray(tokens))[None]).logits[0, 0]
 
 
-async def train_both(path: Path, samples, plain_loss, of_scores=None, **changes):
+async def train_both(path, samples, plain_loss, of_scores=None, **changes):
     """Weights after three steps, ours and those of plain autograd on the mean of this loss of a sample, whose
     losses are the same.
     """
     plain, mixture = AutoModelForSequenceClassification.from_pretrained(path).eval(), make_mixture(samples)
 
-    def loss_of(model, step: int) -> Tensor:
+    def loss_of(model, step):
         return torch.stack([plain_loss(model, one) for one in select_samples(mixture, 4, step, 7)]).mean()
 
     losses = train_plainly(plain, loss_of, 3)

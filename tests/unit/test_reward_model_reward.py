@@ -12,10 +12,10 @@ import trio.testing
 from rollouts.errors import BackendError, UserFunctionError
 from rollouts.rewards.call import call_reward
 from rollouts.rewards.reward_model import add_model_reward, open_model_reward, select_scored_tokens
-from rollouts.types import FloatArray, RewardResult, RolloutBatch, Sample
+from rollouts.types import RewardResult, Sample
 
 
-def make_sample(tokens: list[int], mask: list[int]) -> Sample:
+def make_sample(tokens, mask):
     return Sample(id="a", prompt="p", tokens=tokens, loss_mask=mask)
 
 
@@ -26,7 +26,7 @@ class LastTokenScorer:
         self.rows, self.go = [], trio.Event()
         self.error, self.factor = None, 1.0
 
-    async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
+    async def score(self, batch):
         self.rows.append(len(batch))
         await self.go.wait()
         if self.error is not None:

@@ -189,7 +189,8 @@ changed                              | message
 """)
 async def test_a_generated_sample_that_cannot_train_is_an_error_of_its_function(changed: Any, message):
     fields = TRAINED | changed
-    answer = answering([SAMPLE, Sample(id="a", prompt="x", status=Status.COMPLETED, **fields)])
+    first, second = (Sample(id="a", prompt="x", status=Status.COMPLETED, **one) for one in (TRAINED, fields))
+    answer = answering([first, second])
     expected = pytest.raises(UserFunctionError, match=f"^generate function user on sample g0-s0 .*{message}")
     with expected if message else contextlib.nullcontext():
         await call_generate(answer, SAMPLE, ENGINE, NO_SAMPLING, newest_version=lambda: 3)

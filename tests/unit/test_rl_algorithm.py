@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rollouts import errors
-from rollouts.config.schema import RLTrainingConfig
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.loops.algorithm import (
     LoopState,
@@ -21,7 +20,7 @@ from rollouts.loops.algorithm import (
     needs_reference,
     update_loop_state,
 )
-from rollouts.loops.rl_batch import add_advantages, measure_kl
+from rollouts.loops.rl_batch import add_advantages, choose_optim, measure_kl
 from rollouts.preflight.checks import check_loss
 from rollouts.preflight.functions import load_advantages
 from tests.support.text_tables import cases, read_params
@@ -29,15 +28,15 @@ from tests.unit import test_loops
 from tests.unit.test_rl_batch import batch_of, segmented
 
 
-def rl_config(*changes, **settings) -> RLTrainingConfig:
+def rl_config(*changes, **settings):
     return test_loops.rl_config(steps=100, changes=[*changes], **settings)
 
 
-def choose(config: RLTrainingConfig, *steps: int):
+def choose(config, *steps):
     return [choose_algorithm(config, step, LoopState(config.kl_coef)) for step in steps]
 
 
-def coefs(config: RLTrainingConfig, *steps: int) -> list[float]:
+def coefs(config, *steps):
     return [algorithm.settings.kl_coef for algorithm in choose(config, *steps)]
 
 
@@ -89,7 +88,7 @@ def test_the_kl_coefficient_ramps_in_a_straight_line_from_where_it_was():
         [0.1, 0.1, 0.1, 0.12, 0.2, 0.3, 0.3, 0.0, 0.0]
     )
     falling = rl_config({"from_step": 11, "kl_coef": 0.0, "kl_ramp_steps": 10}, kl_coef=0.1)
-    assert coefs(config, 21) + coefs(falling, 21, 22) == [0.3, 0.0, 0.0], "exactly"
+    assert coefs(config, 21) + coefs(falling, 21, 22) == [0.3, 0.0, 0.0]  # exactly
 
 
 @cases(r"""
@@ -142,7 +141,7 @@ def test_a_controller_moves_the_coefficient_of_the_next_step():
         update_loop_state(state, algorithm, control, batch, {"kl/ref_per_sample": kl})
     # errors 4/2 − 1 cut to 0.2, and 1.9/2 − 1 = −0.05, each times 50/100
     assert seen == pytest.approx([0.1, 0.1 * 1.1, 0.1 * 1.1 * 0.975])
-    assert state.kl_coef == pytest.approx(seen[-1]), "what was not measured moves nothing"
+    assert state.kl_coef == pytest.approx(seen[-1])  # what was not measured moves nothing
 
 
 @cases(r"""
@@ -175,3 +174,53 @@ def test_the_measured_kl_is_the_mean_over_trajectories_wherever_the_term_is():
         assert metrics["kl/ref_per_sample"] == pytest.approx(4.0)
     assert "kl/ref_per_sample" not in add_advantages(segmented(), rl_config(advantage="raw"))[1]
     assert measure_kl(segmented(*[math.inf] * 3), np.asarray([0, 0, 1])) == {}
+
+
+# --- the learning rate of a step ----------------------------------------------------------------------------
+
+
+# of the groups 1, 1, 1, 0 and 1, 0, 0, 0 the best less the mean is .25 and .75, their mean .5
+@cases("""
+rewards         | lowest | factor | lr   | …
+1 1 1 0 1 0 0 0 | 0.1    | 1.0    | 0.5  |
+1 1 1 1 1 1 1 0 | 0.2    | 1.0    | 0.2  | the lowest
+1 1 1 0 1 0 0 0 | 0.1    | 0.1    | 0.05 | slowed, too
+1 1 1 0 1 0 0 0 | 0.0    | 0.1    | 0.1  | slowed alone
+9 0 0 0 9 0 0 0 | 0.1    | 1.0    | null | at most all
+""")
+def test_the_learning_rate_is_in_proportion_to_the_error(
+    rewards: list[float], lowest: float, factor: float, lr: Any
+):
+    batch = batch_of(rewards, groups=[0] * 4 + [1] * 4)
+    found = choose_optim(test_loops.rl_config(lr_by_error=lowest, optim={"lr": 1.0}), batch, factor)
+    assert (found and found.lr) == (lr and pytest.approx(lr))
+
+
+def test_the_step_after_an_undone_one_has_no_momentum():
+    config = test_loops.rl_config(
+        kl_coef=0.1, kl_ref_limit=0.2, kl_in="loss", kl_estimator="k3", optim={"lr": 1.0, "beta2": 0.5}
+    )
+    batch, state = batch_of([0.0, 1.0], groups=[0, 0]), LoopState(0.1)
+    for undone in (0.0, 1.0, 0.0):
+        measured = {"kl/ref_per_sample": 0.3, "optim/undone": undone}
+        algorithm = choose_algorithm(config, 1, state)
+        update_loop_state(state, algorithm, make_kl_control(config), batch, measured)
+        found = choose_optim(config, batch, state.lr_factor, state.undone)
+        assert (found and (found.lr, found.betas)) == ((1.0, (0.0, 0.5)) if undone else None)
+        assert state.kl == 0.3
+
+
+def test_a_coefficient_that_stays_at_its_bound_is_said_once(caplog):
+    config = test_loops.rl_config(
+        kl_coef=1.0, kl_control="two_sided(target=0.05, tolerance=0.01, factor=1.2, highest=1)"
+    )
+    state, control = LoopState(1.0), make_kl_control(config)
+    batch = batch_of([0.0, 1.0], groups=[0, 0])
+    seen = []
+    for step in range(1, 31):
+        algorithm = choose_algorithm(config, step, state)
+        kl = 0.01 if step == 26 else 0.5
+        seen.append(update_loop_state(state, algorithm, control, batch, {"kl/ref_per_sample": kl}))
+    assert [row.get("kl/coef_at_bound", 0) for row in seen] == [*range(1, 26), 0, 1, 2, 3, 4]
+    [message] = caplog.messages
+    assert "has been 1, a bound of rl.kl_control, for 20 steps, and the KL is 0.5 nats" in message

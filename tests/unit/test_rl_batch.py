@@ -28,7 +28,7 @@ from tests.support.text_tables import cases
 from tests.unit.test_loops import rl_config
 
 
-def batch_of(rewards: list[float], *, groups=None, versions=None) -> RolloutBatch:
+def batch_of(rewards, *, groups=None, versions=None):
     """Of the group 7 and of version 0, unless told otherwise."""
     count = len(rewards)
     return RolloutBatch(
@@ -59,7 +59,7 @@ def test_a_row_outside_the_staleness_window_stops_the_loop(lags: list[float], al
 class FixedReference:
     """A LogProbScorer that answers −1.5 for every trained token."""
 
-    async def score(self, batch: RolloutBatch):
+    async def score(self, batch):
         return tuple(np.where(mask, np.float32(-1.5), np.float32(0)) for mask in batch.loss_masks)
 
 
@@ -74,7 +74,7 @@ async def test_kl_in_the_reward_is_taken_off_before_the_group_statistics():
     np.testing.assert_allclose(batch.advantages, np.outer([0.5, -0.5], [0, 1, 1]))
 
 
-def segmented(*kl: float) -> RolloutBatch:
+def segmented(*kl):
     """Two trajectories with the rewards 1 and 0, the first of two segments; and of each row the KL from a
     reference in nats, which is not that of the first token, for it does not train.
     """
@@ -82,12 +82,6 @@ def segmented(*kl: float) -> RolloutBatch:
     samples = tuple(Sample(id=id_, prompt="p", reward=0.0, group_index=7) for id_ in ids)
     reference = floats(*([5.0, -1.0 - nats, -2.0] for nats in kl))
     return dataclasses.replace(batch_of([1.0, 1.0, 0.0]), samples=samples, ref_log_probs=reference or None)
-
-
-def test_segments_of_one_trajectory_count_once_in_the_advantages_of_a_batch():
-    batch, _ = add_advantages(segmented(), rl_config(advantage="rloo"))
-    np.testing.assert_array_equal(batch.advantages, np.outer([1, 1, -1], [0, 1, 1]))
-    assert batch.mean_advantages.tolist() == [1.0, 1.0, -1.0]
 
 
 def test_all_segments_of_a_truncated_trajectory_are_left_out_of_the_loss():
@@ -216,7 +210,7 @@ loss = "clip_cov", clip_high = 0.28 | clip_low = 0.2, clip_high = 0.28
 loss = "gspo", loss_params = { kl_importance = true } | kl_importance = true
 loss = "gspo" |
 """)
-@pytest.mark.parametrize("kl", [{}, KL])
+@cases("kl", [{}, KL])
 def test_the_loss_is_named_with_the_numbers_of_the_config(settings: dict, params: dict, kl):
     kl_in = "loss" if kl else "reward"
     spec = make_loss_spec(rl_config(normalise_by="constant", kl_in=kl_in, **settings, **kl))
@@ -260,7 +254,7 @@ def test_without_a_reward_the_teacher_is_all_there_is_and_what_it_rules_out_need
         add_advantages(rows, rl_config(distillation=TEACHER))
     batch, metrics = add_advantages(rows, rl_config(distillation=TEACHER | {"clip": 0.5}))
     np.testing.assert_array_equal(batch.advantages, [[0, -0.25, -0.5], [0, 0, 0]])
-    assert "kl/teacher" not in metrics, "an infinite one is absent"
+    assert "kl/teacher" not in metrics  # an infinite one is absent
 
 
 @cases("""

@@ -3,7 +3,6 @@ one.
 """
 
 import tomllib
-from pathlib import Path
 from unittest.mock import AsyncMock
 
 import pytest
@@ -12,7 +11,6 @@ from rollouts.backends.open import open_pytorch_backend
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.config.tables import OptimConfig
 from rollouts.data.data_buffer import DataBuffer
-from rollouts.engines.local import open_local_engine
 from rollouts.errors import ConfigError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.loops.algorithm import count_updates
@@ -21,7 +19,8 @@ from rollouts.models.load import resolve_model
 from rollouts.reference.score import open_frozen_reference
 from rollouts.testing.fakes import open_fake_backend
 from rollouts.testing.torch_contracts import assert_weights_equal
-from rollouts.types import Sample, SamplingParams
+from rollouts.types import SamplingParams
+from tests.support.plain_backend import open_engine_of
 from tests.support.text_tables import cases
 from tests.unit.manager_runs import chat_generate
 from tests.unit.test_loops import MemoryLogger
@@ -41,34 +40,33 @@ changes = [{ from_step = 4, loss = "gspo", normalise_by = "sequences", advantage
 )
 
 
-async def reward_low_bytes(sample: Sample) -> float:
+async def reward_low_bytes(sample):
     return float((sample.tokens[sample.loss_mask] < 128).mean())
 
 
-async def run(model: Path, config: RLTrainingConfig):
-    """The rows of the steps, and the weights after them."""
+async def train(backend, engine, config, **options):
+    """The rows of the steps."""
     buffer = DataBuffer([{"prompt": f"prompt {number}"} for number in range(7)], seed=5)
+    manager = AsyncRolloutManager(
+        buffer, engine, generate=chat_generate, config=config.rollout, reward=reward_low_bytes, seed=5,
+        sampling=SamplingParams(max_new_tokens=6, stop_token_ids=(257,)),
+        policy_version=lambda: backend.weight_version,
+    )  # fmt: skip
+    return await run_rl_training(
+        backend, buffer, manager, [engine], config, MemoryLogger(), seed=5, **options
+    )
+
+
+async def run(model, config):
+    """The rows of the steps, and the weights after them."""
     options = {"threads": 1, "autocast": "off", "total_steps": config.steps * count_updates(config)}
     async with (
         open_pytorch_backend(model, optim=config.optim, deterministic=True, **options) as backend,
         open_frozen_reference(model, device_thread=backend.device_thread) as reference,
-        open_local_engine(
-            backend.model,
-            device_thread=backend.device_thread,
-            mode="shared",
-            trainer_version=lambda: backend.weight_version,
-            deterministic=True,
-        ) as engine,
+        open_engine_of(backend, deterministic=True) as engine,
     ):
-        manager = AsyncRolloutManager(
-            buffer, engine, generate=chat_generate, config=config.rollout, reward=reward_low_bytes, seed=5,
-            sampling=SamplingParams(max_new_tokens=6, stop_token_ids=(257,)),
-            policy_version=lambda: backend.weight_version, max_staleness=0,
-        )  # fmt: skip
-
         sync = AsyncMock(return_value={})
-        options = {"reference": reference, "seed": 5, "sync_weights": sync}
-        rows = await run_rl_training(backend, buffer, manager, [engine], config, MemoryLogger(), **options)
+        rows = await train(backend, engine, config, reference=reference, sync_weights=sync)
         return rows, await backend.get_weights()
 
 

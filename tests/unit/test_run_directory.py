@@ -37,7 +37,7 @@ check_unlocked = partial(check_run_dir, config=RunConfig(), resume=True)
 def test_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path):
     run_dir = RunDir(tmp_path / "run")
     check_unlocked(run_dir)
-    assert not run_dir.root.exists(), "looking changes nothing"
+    assert not run_dir.root.exists()  # looking changes nothing
     descriptor = lock_run_dir(run_dir)
     named = rf"run is in use by process {os.getpid()} on \S+, since 20\d\d-.*--output\.dir DIR"
     for look in (lock_run_dir, check_unlocked):
@@ -107,7 +107,7 @@ def test_a_disk_without_room_for_the_holders_name_is_locked_all_the_same(tmp_pat
     os.close(descriptor)
 
 
-def refusing(number: int) -> Mock:
+def refusing(number):
     return Mock(side_effect=OSError(number, os.strerror(number)))
 
 

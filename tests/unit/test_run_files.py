@@ -73,7 +73,7 @@ def test_an_evaluation_counts_unless_its_step_was_trained_again_since(
     assert is_evaluated(run, "rl", 4) == counts
     assert not is_evaluated(run, "rl", 3)
     run.rows.held_out = []
-    assert is_evaluated(run, "rl", 3), "there is nothing to evaluate on"
+    assert is_evaluated(run, "rl", 3)  # there is nothing to evaluate on
 
 
 @cases("""

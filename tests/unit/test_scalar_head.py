@@ -20,7 +20,7 @@ from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.padded import pad_rows
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import make_batch
-from rollouts.types import LossSpec, RolloutBatch
+from rollouts.types import LossSpec
 from tests.support import plain_backend
 from tests.support.made_updates import floats
 from tests.support.plain_backend import assert_gradients_close, save_scalar, take_gradients
@@ -34,23 +34,23 @@ KINDS = ("llama", "qwen3", "gemma", "moe")
 
 
 @pytest.fixture(scope="module")
-def causal() -> dict[str, Path]:
+def causal():
     """Directories of random causal models, by kind."""
     return {kind: resolve_model(f"tiny:{kind}") for kind in ("byte", *KINDS)}
 
 
 @pytest.fixture(scope="module")
-def scalar(causal, tmp_path_factory) -> dict[str, Path]:
+def scalar(causal, tmp_path_factory):
     """Directories of the same models with a random scalar head."""
     folder = tmp_path_factory.mktemp("scalar")
     return {kind: save_scalar(kind, folder / kind) for kind in causal}
 
 
-def open_backend(path: Path, **options):
+def open_backend(path, **options):
     return plain_backend.open_backend(load_hf_model(path, head="scalar"), **options)
 
 
-def make_critic_batch() -> RolloutBatch:
+def make_critic_batch():
     """make_batch with random returns and old values."""
     batch, rng = make_batch(), np.random.default_rng(100)
     returns, old = (floats(*(rng.normal(size=len(row)) for row in batch.tokens)) for _ in range(2))
@@ -60,7 +60,7 @@ def make_critic_batch() -> RolloutBatch:
 # --- loading ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["byte", *KINDS])
+@cases("kind", ["byte", *KINDS])
 def test_a_causal_model_gets_a_head_of_zero_and_keeps_its_decoder(kind, causal):
     model, original = load_hf_model(causal[kind], head="scalar"), load_hf_model(causal[kind])
     theirs = dict(original.named_parameters()) | {"score.weight": torch.zeros(1, 64)}
@@ -70,7 +70,7 @@ def test_a_causal_model_gets_a_head_of_zero_and_keeps_its_decoder(kind, causal):
     contract.assert_weights_equal(dict(model.named_parameters()), theirs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@cases("kind", KINDS)
 def test_a_saved_scalar_model_is_itself_again_here_and_in_transformers(kind, scalar, tmp_path):
     ours = load_hf_model(scalar[kind], head="scalar")
     theirs = AutoModelForSequenceClassification.from_pretrained(str(scalar[kind]))
@@ -99,7 +99,7 @@ def test_what_is_no_score_is_refused():
         read_scores([np.zeros(2, np.float32)], dataclasses.replace(batch, loss_masks=(np.ones(2, bool),)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@cases("kind", KINDS)
 async def test_scores_of_a_trained_and_saved_model_are_those_of_transformers(kind, scalar, tmp_path):
     rng = np.random.default_rng(3)
     start = rng.integers(0, 256, 6)
@@ -116,13 +116,13 @@ async def test_scores_of_a_trained_and_saved_model_are_those_of_transformers(kin
     with torch.no_grad():
         wanted = theirs(input_ids=padded, attention_mask=mask).logits[:, 0].numpy()
     np.testing.assert_allclose(found, wanted, atol=1e-5)
-    assert np.ptp(found) > 0.05, "all scores are alike: nothing was compared"
+    assert np.ptp(found) > 0.05  # else all scores are alike: nothing was compared
 
 
 # --- gradients ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@cases("kind", KINDS)
 async def test_every_split_has_the_gradient_of_a_plain_forward_of_each_row(kind, scalar):
     """Of ½·max((v − R)², (clip(v) − R)²), to a part of its norm."""
     batch = make_critic_batch()
@@ -152,8 +152,7 @@ async def test_every_split_has_the_gradient_of_a_plain_forward_of_each_row(kind,
 def test_a_scalar_model_runs_as_its_causal_model_does(kind, causal):
     """A head of exactly 0 proves nothing by itself: the layouts are those that hold for the hidden states."""
     plan = plan_forward(load_hf_model(causal[kind], head="scalar"))
-    expected = plan_forward(load_hf_model(causal[kind]))
-    assert plan == expected._replace(head="scalar", logit_scale=1.0)
+    assert plan == plan_forward(load_hf_model(causal[kind]))._replace(head="scalar", logit_scale=1.0)
     assert plan.choose_layout(100) == ("rows" if kind == "gemma" else "packed")
 
 
@@ -179,7 +178,7 @@ def test_a_model_that_sees_others_or_the_future_is_found_out_though_its_head_is_
 # --- the backend of one process -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("promise", CONTRACT.values(), ids=CONTRACT)
+@cases("promise", CONTRACT.values(), ids=CONTRACT)
 async def test_a_scalar_backend_keeps_the_contract(promise, scalar, tmp_path):
     await check_promise(promise, lambda: open_backend(scalar["byte"]), tmp_path)
 

@@ -1,11 +1,9 @@
 """Which requests of several users' adapters are done by one pass, and who waits for whom."""
 
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ WINDOW_S, PASS_S = 0.02, 1.0
 SPEC = LossSpec("sft")
 
 
-def ask(backend) -> Asked:
+def ask(backend):
     """What is asked of an adapter; a number is enough of a backend."""
     row = np.arange(4)
     return Asked(backend, RolloutBatch(tokens=(row,), loss_masks=(row > 0,)), SPEC)
@@ -38,14 +36,14 @@ class Device:
     begun: list[float] = field(default_factory=list)
     failing: set[int] = field(default_factory=set)
 
-    async def submit(self, job: Callable[[], object], seconds: float = 0.0):
+    async def submit(self, job, seconds=0.0):
         async with self.place:
             await trio.sleep(seconds)
 
-    def statistics(self) -> dict[str, float]:
+    def statistics(self):
         return {"queued": float(self.place.locked())}
 
-    async def run(self, asked: Sequence[Asked]) -> list[Any]:
+    async def run(self, asked):
         numbers = [one.backend for one in asked]
         async with self.place:
             self.passes.append(numbers)
@@ -60,7 +58,7 @@ class Device:
 
 
 @asynccontextmanager
-async def open_combiner() -> AsyncIterator[tuple[Any, Any]]:
+async def open_combiner():
     device = Device()
     combiner = Combiner(device, WINDOW_S, device.run)
     async with trio.open_nursery() as nursery:
@@ -69,7 +67,7 @@ async def open_combiner() -> AsyncIterator[tuple[Any, Any]]:
         nursery.cancel_scope.cancel()
 
 
-async def train_often(combiner: Combiner, number: int, times: int, between: Callable[[], Awaitable[None]]):
+async def train_often(combiner, number, times, between):
     """A client that does something between its requests, each of which has its own answer."""
     for _ in range(times):
         assert (await combiner.train(ask(number))).loss == number
@@ -93,7 +91,7 @@ async def test_all_that_come_while_a_pass_runs_are_in_the_next_in_their_order(au
             await trio.sleep(0.1)
             nursery.start_soon(combiner.train, ask(number))
     assert device.passes == [[0], [5, 3, 8, 1]]
-    assert device.begun[1] == pytest.approx(device.begun[0] + PASS_S + WINDOW_S), "once for model 0"
+    assert device.begun[1] == pytest.approx(device.begun[0] + PASS_S + WINDOW_S)  # once for model 0
 
 
 @cases("""
@@ -249,5 +247,4 @@ async def test_what_gains_nothing_or_may_not_is_done_alone(changes: dict, combin
     )
     batch = ask(0).batch
     done = [await Service.train(service, backend, batch, SPEC, gradient=flag) for flag in (True, False)]
-    found = [one.skipped for one in done]
-    assert found == (["combined"] * 2 if combined else ["gradient", "loss"])
+    assert [one.skipped for one in done] == (["combined"] * 2 if combined else ["gradient", "loss"])

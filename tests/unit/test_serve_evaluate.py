@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -37,7 +36,7 @@ class Trained(NamedTuple):
     training: TrainingClient
     folder: Path
 
-    async def collect(self, path: str, /, **body):
+    async def collect(self, path, /, **body):
         """What a request came to."""
         queued = await self.client.post(path, body)
         return await self.client.post("retrieve_future", {"request_id": queued["request_id"]})
@@ -57,7 +56,7 @@ class Trained(NamedTuple):
 
 
 @asynccontextmanager
-async def open_trained(folder: Path, **serving) -> AsyncIterator[Trained]:
+async def open_trained(folder, **serving):
     async with (
         open_server(folder, model=MODEL, **serving) as client,
         open_service_client(client.url, KEY) as ours,
@@ -67,12 +66,11 @@ async def open_trained(folder: Path, **serving) -> AsyncIterator[Trained]:
         yield Trained(client, training, folder)
 
 
-def score_plainly(model, rows: list[Any], temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+def score_plainly(model, rows, temperature=1.0):
     """Log-probs and entropies of the tokens that train, by the model's own logits."""
     with torch.no_grad():
         found = [score_row(model, row["tokens"], temperature) for row in rows]
-    masks = [np.asarray(row["loss_mask"]) for row in rows]
-    pairs = [*zip(found, masks, strict=True)]
+    pairs = [*zip(found, [np.asarray(row["loss_mask"]) for row in rows], strict=True)]
     log_probs, entropies = (np.concatenate([one[k].numpy()[mask] for one, mask in pairs]) for k in (0, 1))
     return log_probs.astype(np.float64), entropies.astype(np.float64)
 

@@ -21,14 +21,14 @@ Values = NDArray[np.float64]
 SHAPE = (3, 40)
 
 
-def make_request(name: str, settings=None, data=2, **inputs) -> TrainRequest:
+def make_request(name, settings=None, data=2, **inputs):
     """A request for the loss, its datums with the inputs that it must have; an input of None is left out."""
     wanted = dict.fromkeys(("target_tokens", *TINKER_LOSSES[name].inputs), np.ones(3)) | inputs
     given = {key: values for key, values in wanted.items() if values is not None}
     return TrainRequest([Datum(np.arange(3), given)] * data, name, settings or {}, False)
 
 
-def draw(seed: int = 0, *, wide: bool = False) -> dict[str, Values]:
+def draw(seed=0, *, wide=False):
     """Log-probs, and what the losses read. wide: ratios far outside every bound."""
     rng = np.random.default_rng(seed)
     q = rng.normal(-2, 1, SHAPE)
@@ -38,7 +38,7 @@ def draw(seed: int = 0, *, wide: bool = False) -> dict[str, Values]:
     return {"lp": lp, "q": q, "A": advantages, SEQUENCE: inside.astype(float)}
 
 
-def compute_plainly(name: str, drawn: dict[str, Values], low, high, beta: float) -> tuple[float, Values]:
+def compute_plainly(name, drawn, low, high, beta):
     """The loss's sum and its derivative by each lp, position by position."""
     total, slopes = 0.0, np.zeros(SHAPE)
     low, high = np.broadcast_to(low, SHAPE), np.broadcast_to(high, SHAPE)
@@ -63,7 +63,7 @@ def compute_plainly(name: str, drawn: dict[str, Values], low, high, beta: float)
     return total, slopes
 
 
-def run(name: str, params, drawn: dict[str, Values], **extras: Values) -> tuple[float, Values]:
+def run(name, params, drawn, **extras):
     """The loss's sum and its gradient, in float64; one more position is outside the mask and NaN."""
 
     def widen(values):
@@ -84,13 +84,13 @@ def run(name: str, params, drawn: dict[str, Values], **extras: Values) -> tuple[
     return float(output.sum.detach()), slopes[:, :-1].numpy()
 
 
-def check_same(found: tuple[float, Values], wanted: tuple[float, Values]):
+def check_same(found, wanted):
     assert found[0] == pytest.approx(wanted[0], rel=1e-9)
     np.testing.assert_allclose(found[1], wanted[1], rtol=1e-9, atol=1e-12)
 
 
 @cases("wide: no yes")
-@pytest.mark.parametrize("name", TINKER_LOSSES)
+@cases("name", TINKER_LOSSES)
 def test_values_and_gradients_are_those_of_the_formulas(name, wide: bool):
     drawn, settings = draw(wide=wide), {"ppo": (0.8, 1.2), "gspo": (0.8, 1.2), "cispo": (0.0, 4.0)}
     spec = choose_loss(make_request(name)).spec
@@ -105,7 +105,7 @@ def test_values_and_gradients_are_those_of_the_formulas(name, wide: bool):
 
 
 @cases("lp: -inf -1e30 0")
-@pytest.mark.parametrize("name", TINKER_LOSSES)
+@cases("name", TINKER_LOSSES)
 def test_a_prompts_target_adds_nothing_even_if_it_is_impossible(name, lp: float):
     """q and A are 0 there, and it is not in gspo's mean."""
     drawn, spec = draw(), choose_loss(make_request(name)).spec
@@ -117,7 +117,7 @@ def test_a_prompts_target_adds_nothing_even_if_it_is_impossible(name, lp: float)
     assert found == run(spec.name, spec.params, drawn)[0]
 
 
-def run_first(name: str, lp: float, advantage: float) -> tuple[float, Values]:
+def run_first(name, lp, advantage):
     """Of which the first token has these."""
     drawn, spec = draw(), choose_loss(make_request(name)).spec
     for key, value in {"lp": lp, "A": advantage, SEQUENCE: advantage}.items():
@@ -137,12 +137,12 @@ def test_an_impossible_token_with_an_advantage_has_a_finite_ratio(name):
     assert math.isfinite(total) and np.isfinite(slopes).all()
 
 
-@pytest.mark.parametrize("name", TINKER_LOSSES)
+@cases("name", TINKER_LOSSES)
 def test_a_log_prob_that_is_not_a_number_spoils_the_sum(name):
     assert math.isnan(run_first(name, np.nan, 1.0)[0])
 
 
-@pytest.mark.parametrize("name", TINKER_LOSSES)
+@cases("name", TINKER_LOSSES)
 async def test_a_backend_answers_with_the_sum_and_every_log_prob(name):
     batch, spec = make_batch(), choose_loss(make_request(name)).spec
     ones = tuple(mask.astype(np.float32) for mask in batch.loss_masks)

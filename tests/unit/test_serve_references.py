@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -21,13 +19,12 @@ from rollouts.device_thread import open_device_thread
 from rollouts.errors import ConfigError, EngineError, RequestRefused
 from rollouts.models.load import load_tokenizer, resolve_model
 from rollouts.preflight.checks import check_served, find_server_kind
-from rollouts.protocols import LogProbScorer
 from rollouts.reference.quantize import count_bytes_by_headers
 from rollouts.reference.score import open_frozen_reference
 from rollouts.reference.server import open_server_reference
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import RolloutBatch
-from tests.serve.clients import KEY, Client
+from tests.serve.clients import KEY
 from tests.serve.servers import open_server
 from tests.support.plain_backend import save_scalar
 from tests.support.text_tables import cases, read_cells
@@ -38,7 +35,7 @@ open_llama = partial(open_server, model=MODEL)
 
 
 @asynccontextmanager
-async def open_here(path: Path, **options) -> AsyncIterator[LogProbScorer]:
+async def open_here(path, **options):
     async with (
         open_device_thread(name="here", torch_threads=1) as thread,
         open_frozen_reference(path, device_thread=thread, **options) as scorer,
@@ -46,12 +43,12 @@ async def open_here(path: Path, **options) -> AsyncIterator[LogProbScorer]:
         yield scorer
 
 
-def open_there(client: Client, name: str, key: str = KEY):
+def open_there(client, name, key=KEY):
     url = f"{client.url}/references/{name}"
     return open_server_reference(url, kind="rollouts", vocab_size=40, api_key=key)
 
 
-async def score_both(client: Client, name: str, path: Path, batch: RolloutBatch, **options):
+async def score_both(client, name, path, batch, **options):
     """The values there and here, of all rows one after the other."""
     async with open_there(client, name) as there, open_here(path, **options) as here:
         return [np.concatenate(await one.score(batch)) for one in (there, here)]
@@ -174,7 +171,7 @@ async def test_a_check_says_what_is_wrong_with_an_address(tmp_path, monkeypatch)
             await check("references/base")
 
 
-@pytest.mark.parametrize(("status", "kind"), [(200, "vllm"), (404, "sglang"), (401, "sglang")])
+@cases("status, kind", [(200, "vllm"), (404, "sglang"), (401, "sglang")])
 def test_another_server_is_known_by_its_answer_and_serves_no_reward_model(status, kind, monkeypatch):
     monkeypatch.setattr(httpx, "get", lambda url, **_: httpx.Response(status))
     assert find_server_kind("reference.where", "http://there:1") == kind

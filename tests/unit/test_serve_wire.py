@@ -167,8 +167,7 @@ def test_chunks_that_are_no_text_and_no_targets_are_refused():
 
 
 def try_all(body):
-    request = parse(body)
-    choose_loss(request)
+    choose_loss(parse(body))
     parse_envelope(body)
 
 

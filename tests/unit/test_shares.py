@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 
 from rollouts.backends.shares import Share, collect_token_arrays, compute_cost, deal_portions, make_portion
 from rollouts.codec import decode, encode
-from rollouts.data.packing import MicroBatch
 from rollouts.testing.torch_contracts import make_batch as make_groups
-from rollouts.types import FloatArray, LossSpec, RolloutBatch
+from rollouts.types import LossSpec, RolloutBatch
 from tests.support.text_tables import cases
 from tests.unit import test_packing
 
 
-def make_batch(lengths: list[int]) -> RolloutBatch:
+def make_batch(lengths):
     """Rows of random tokens: two of a prompt, and an answer of the given length that trains."""
     rng = np.random.default_rng(0)
     masks = tuple(np.arange(2 + length) >= 2 for length in lengths)
@@ -26,12 +25,12 @@ def make_batch(lengths: list[int]) -> RolloutBatch:
     )
 
 
-def pack(batch: RolloutBatch, ranks: int, budget: int, *, share=False, packed=False) -> list[MicroBatch]:
+def pack(batch, ranks, budget, *, share=False, packed=False):
     options = {"share": share, "packed": packed, "ranks": ranks, "micro_batch_cost": 8}
     return test_packing.pack(batch.tokens, batch.loss_masks, budget, **options)
 
 
-def deal(batch: RolloutBatch, micro_batches: list[MicroBatch], ranks: int):
+def deal(batch, micro_batches, ranks):
     return deal_portions([make_portion(one, batch) for one in micro_batches], ranks, micro_batch_cost=8)
 
 
@@ -66,7 +65,7 @@ def test_a_rank_without_work_gets_the_smallest_portion_without_weight():
     shares = deal(batch, pack(batch, 3, 1), 2)
     idle = [portion.micro_batch.rows for mine in shares for portion in mine if not portion.counts]
     np.testing.assert_array_equal(idle, [[1]])
-    assert deal(batch, [], 3) == [[], [], []], "without rows that train everybody gets nothing"
+    assert deal(batch, [], 3) == [[], [], []]  # without rows that train everybody gets nothing
 
 
 def test_a_share_crosses_as_bytes():
@@ -85,11 +84,11 @@ def test_a_share_crosses_as_bytes():
 # --- what the loss saw of each token --------------------------------------------------------------------
 
 
-def trace_of(rows, positions) -> FloatArray:
-    """[3, M] numbers that name the token: 100 times its row plus its position, and so much more for each
+def trace_of(rows, positions):
+    """[4, M] numbers that name the token: 100 times its row plus its position, and so much more for each
     kind.
     """
-    return 100 * rows + positions + np.float32([[1], [10_001], [20_001]])
+    return 100 * rows + positions + np.float32([[1], [10_001], [20_001], [30_001]])
 
 
 @cases("ranks: 1 2 5")
@@ -101,11 +100,11 @@ def test_each_token_comes_to_its_row_over_ranks_of_which_some_have_nothing(ranks
     for mine in dealt:
         counted = [portion.micro_batch for portion in mine if portion.counts]
         parts = [trace_of(one.rows[one.token_rows], one.token_positions) for one in counted]
-        traces.append(np.concatenate([np.zeros((3, 0), np.float32), *parts], axis=1))
+        traces.append(np.concatenate([np.zeros((4, 0), np.float32), *parts], axis=1))
     assert ranks < 5 or any(not portion.counts for mine in dealt for portion in mine), (
         "a rank has a round without work of its own"
     )
-    found = collect_token_arrays(dealt, traces, batch)
+    found = collect_token_arrays(dealt, traces, batch, LossSpec("a", {"kl_estimator": "exact"}))
     for row, mask in enumerate(batch.loss_masks):
-        of_row = found.log_probs[row], found.slopes[row], found.weights[row]
+        of_row = found.log_probs[row], found.slopes[row], found.weights[row], found.kls[row]
         np.testing.assert_array_equal(of_row, mask * trace_of(row, np.arange(len(mask))))

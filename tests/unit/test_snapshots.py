@@ -6,7 +6,6 @@ import sys
 import textwrap
 import threading
 from functools import partial
-from pathlib import Path
 from unittest.mock import Mock
 
 import msgspec
@@ -31,12 +30,12 @@ from rollouts.weight_sync.update import make_probe
 from tests.support.text_tables import cases
 
 
-def open_backend(model_path: Path):
+def open_backend(model_path):
     optim = OptimConfig(lr=1e-2)
     return open_pytorch_backend(model_path, optim=optim, total_steps=10, threads=1, autocast="off")
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def read_tensors(path):
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 

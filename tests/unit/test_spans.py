@@ -1,7 +1,6 @@
 """Spans: the phases of a step, and the requests and rewards of samples."""
 
 import itertools
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from unittest.mock import Mock
@@ -15,7 +14,7 @@ from tests.unit.fleet_engines import FakeEngine, fleet_of
 from tests.unit.manager_runs import chat_generate, make_run
 
 
-def ticking(step: float, start: float = 0.0) -> Callable[[], float]:
+def ticking(step, start=0.0):
     """A clock that says `start`, then `step` more each time."""
     return partial(next, itertools.count(start, step))
 
@@ -51,7 +50,7 @@ def test_spans_of_samples_are_given_out_if_they_were_kept_and_others_always(monk
     assert recorder.take() == []
     recorder.keep(["b"])
     (late,) = recorder.take()
-    assert late.id == "b", "a sample may train in a later step than the one it was generated in"
+    assert late.id == "b"  # a sample may train in a later step than the one it was generated in
 
 
 def test_what_is_held_is_bounded(monkeypatch):

@@ -3,15 +3,13 @@ wrong, named.
 """
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import trio
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollouts.backends.scripts import save_training
 from rollouts.backends.state import Position, hold_state, read_state
@@ -28,14 +26,14 @@ KINDS = ("exp_avg", "exp_avg_sq")
 ALONE = Ranks(0, 1, 1, torch.device("cpu"))
 
 
-def make_model(vocab_size=11) -> LlamaForCausalLM:
+def make_model(vocab_size=11):
     torch.manual_seed(0)
     sizes = read_params("hidden_size = 8, intermediate_size = 12, num_attention_heads = 2")
     sizes |= {"vocab_size": vocab_size, "num_hidden_layers": 1}
     return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
 
 
-def make_moments(model: PreTrainedModel) -> dict[str, Tensor]:
+def make_moments(model):
     """exp_avg/NAME and exp_avg_sq/NAME, no two elements equal."""
     weights = {f"{kind}/{name}": one for name, one in model.named_parameters() for kind in KINDS}
     sizes = [one.numel() for one in weights.values()]
@@ -43,7 +41,7 @@ def make_moments(model: PreTrainedModel) -> dict[str, Tensor]:
     return {key: mine.view_as(weights[key]) for key, mine in zip(weights, values, strict=True)}
 
 
-def write_ranks(checkpoint: Path, moments: dict[str, Tensor], ranks: int) -> Path:
+def write_ranks(checkpoint, moments, ranks):
     """The files of `ranks` ranks as the format says: rows in order, ceil(n / ranks) each, what is left for
     the last ones.
     """
@@ -61,7 +59,7 @@ def write_ranks(checkpoint: Path, moments: dict[str, Tensor], ranks: int) -> Pat
     return state
 
 
-def load(checkpoint: Path, model: PreTrainedModel) -> torch.optim.AdamW:
+def load(checkpoint, model):
     optimizer = torch.optim.AdamW(model.parameters())
     loaded = read_state(checkpoint, model, ALONE)
     assert loaded.position == POSITION
@@ -112,7 +110,7 @@ def test_ranks_that_are_new_draw_numbers_of_their_own_and_the_same_ones_every_ti
     assert drawn[:2] == [torch.rand(1, generator=generator).item() for generator in saved]
 
 
-def change(tensors: dict[str, Tensor], key: str, value) -> dict[str, Tensor]:
+def change(tensors, key, value):
     """These, of which one has other values, or is not there."""
     kept = {name: tensor for name, tensor in tensors.items() if name != key}
     return kept if value is None else {**kept, key: torch.tensor(value)}
@@ -155,7 +153,7 @@ def test_files_that_are_damaged_or_of_two_saves_are_named(name, content, message
     check_refused(tmp_path, message)
 
 
-def check_refused(checkpoint: Path, message: str):
+def check_refused(checkpoint, message):
     model, before = make_model(), torch.get_rng_state()
     with pytest.raises(CheckpointError, match=message):
         read_state(checkpoint, model, Ranks(1, 2, 2, torch.device("cpu")))

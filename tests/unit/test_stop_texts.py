@@ -4,7 +4,6 @@ engine.
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -25,7 +24,7 @@ PARTS = ["a", "ab", "b a", " ", "  ", "\n", "\n\n", "é", "✓", "😀", "漢字
 WORDS = ["ab", "er:", "  ", "\n\n", " U", "Us", "a ", " a", "ser", "b a", "User:"]
 
 
-def make_bytes() -> tuple[Any, Pieces]:
+def make_bytes():
     """Like GPT-2's: tokens of bytes, some of several and some that end within a character."""
     turn = bytes_to_unicode()
     spelled = [word.encode() for word in (*WORDS, *"é✓😀")] + ["a✓".encode()[:2], "✓😀".encode()[2:5]]
@@ -37,12 +36,11 @@ def make_bytes() -> tuple[Any, Pieces]:
                 merges.append((symbols[: end - 1], symbols[end - 1]))
                 made.add(symbols[:end])
     tokenizer, back = byte_tokenizer(merges=merges), {symbol: byte for byte, symbol in turn.items()}
-    vocabulary = tokenizer.get_vocab().items()
-    known = {word: token for word, token in vocabulary if {*word} <= back.keys()}
+    known = {word: token for word, token in tokenizer.get_vocab().items() if {*word} <= back.keys()}
     return tokenizer, {bytes(back[symbol] for symbol in word): token for word, token in known.items()}
 
 
-def make_fallback() -> tuple[Any, Pieces]:
+def make_fallback():
     """Like Llama 2's: words with marks for spaces, the first of which is left out, and bytes for the rest."""
     words = [word.replace(" ", "▁") for word in ("é", "✓", *"abUser:.", "▁", *WORDS) if "\n" not in word]
     symbols = [*(f"<0x{byte:02X}>" for byte in range(256)), *dict.fromkeys(words)]
@@ -56,7 +54,7 @@ def make_fallback() -> tuple[Any, Pieces]:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer), pieces
 
 
-def split(text: str, pieces: Pieces, draw: random.Random) -> list[int]:
+def split(text, pieces, draw):
     """Tokens that spell the text, drawn among all that do; between them some that spell nothing."""
     left, tokens = text.encode(), list[int]()
     while left:

@@ -1,10 +1,8 @@
 """The synchronous tier: batches from plain functions."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,17 +16,17 @@ from rollouts.generation.rollouts import (
     make_samples,
 )
 from rollouts.models.tokenizers import END_ID, make_byte_tokenizer
-from rollouts.types import Completion, FilterDecision, Sample, Status
+from rollouts.types import Completion, FilterDecision, Status
 from tests.support.text_tables import cases, read_cells
 
 ROWS = [{"prompt": text, "answer": index} for index, text in enumerate("abcde")]
 
 
-def make_buffer() -> DataBuffer:
+def make_buffer():
     return DataBuffer(ROWS, seed=0, shuffle=False)
 
 
-def answer(sample: Sample) -> Sample:
+def answer(sample):
     """Prompt token 7, then as many response tokens as the sample's number in its group, plus one: s000 has 1,
     s001 has 2.
     """
@@ -44,12 +42,12 @@ def answer(sample: Sample) -> Sample:
     )
 
 
-def each(change: Callable[[Sample], Any] = answer):
+def each(change=answer):
     """A function that changes every sample in this way."""
     return lambda samples: [change(sample) for sample in samples]
 
 
-def reward_length(sample: Sample) -> float:
+def reward_length(sample):
     return float(len(sample.response))
 
 
@@ -60,7 +58,7 @@ def next_batch(generate=None, reward=reward_length, **options):
     return next(batches_of_two(make_buffer(), generate or each(), reward_fn=reward, **options))
 
 
-def prompts_after(buffer: DataBuffer) -> list[tuple[int, str]]:
+def prompts_after(buffer):
     return [prompt.key for prompt in buffer.get_prompts(12)]
 
 
@@ -152,7 +150,7 @@ def test_too_few_groups_are_an_error_once_the_attempts_are_spent():
     assert prompts_after(buffer) == prompts_after(make_buffer())  # all 8, over two epochs, in their order
 
 
-@pytest.mark.parametrize("error", [ValueError("no verdict"), KeyboardInterrupt()])
+@cases("error", [ValueError("no verdict"), KeyboardInterrupt()])
 def test_prompts_of_a_batch_that_did_not_come_about_are_drawn_again(error):
     buffer, fresh = make_buffer(), make_buffer()
 
@@ -183,8 +181,8 @@ def change(**fields):
     return each(lambda sample: replace(answer(sample), **fields))
 
 
-@pytest.mark.parametrize(
-    ("function", "broken", "message"),
+@cases(
+    "function, broken, message",
     [
         ("generate", divide, "divide on samples g00000000-s000 to g00000001-s001 raised ZeroDivision"),
         ("generate", lambda samples: each()(samples)[1:], "returned no sample g00000000-s000"),

@@ -2,8 +2,6 @@
 
 import io
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
@@ -17,28 +15,28 @@ from rollouts.metrics.jsonl import Place, read_lines
 from tests.unit.run_rows import HEAD, write_rows
 
 
-def row(step: int, **fields) -> dict[str, Any]:
+def row(step, **fields):
     return {**HEAD, "step": step, "time_unix": 100.0 + 10 * step, "reward/mean": step / 10, **fields}
 
 
-def line(step: int, **fields) -> str:
+def line(step, **fields):
     return json.dumps(row(step, **fields)) + "\n"
 
 
-def append(path: Path, text: str):
+def append(path, text):
     with path.open("a") as file:
         file.write(text)
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run(tmp_path):
     (tmp_path / "config.toml").write_text("[rl]\nsteps = 12\n")
     append(tmp_path / "metrics.jsonl", line(1))
     return tmp_path
 
 
 @pytest.fixture
-def metrics(run) -> Path:
+def metrics(run):
     return run / "metrics.jsonl"
 
 
@@ -64,7 +62,7 @@ def test_the_screen_says_where_the_run_is(run, capsys, monkeypatch):
         assert part in text, part
 
 
-def read_steps(metrics: Path, place: Place) -> tuple[list[int], Place]:
+def read_steps(metrics, place):
     lines, ends = zip(*read_lines(metrics, place), strict=True)
     return [json.loads(line)["step"] for line in lines], ends[-1]
 

@@ -20,10 +20,10 @@ NAMES = sorted(MODULES - {"multiply_agent"})
 TASKS = [importlib.import_module(f"integration_training.tasks.{name}") for name in NAMES]
 
 
-every_task = pytest.mark.parametrize("task", TASKS, ids=NAMES)
+every_task = cases("task", TASKS, ids=NAMES)
 
 
-def answer(row: dict, response: str) -> Sample:
+def answer(row, response):
     return Sample(id="s", prompt="p", response=response, metadata=row)
 
 

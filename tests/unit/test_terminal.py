@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import unicodedata
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from tests.unit.run_rows import write_rows
 NASTY = "\x1b[2J\x1b[H\x1b]0;title\x07\x9b31m\r\x08\x7f\u202etxt.exe\u2066"
 
 
-def is_steering(letter: str) -> bool:
+def is_steering(letter):
     return letter not in "\t\n" and (
         unicodedata.category(letter) in ("Cc", "Cs") or unicodedata.bidirectional(letter) in STEERING_CLASSES
     )
@@ -63,7 +62,7 @@ ROWS = r"""{
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run(tmp_path):
     """A run in which everything that is text says what would steer a terminal."""
     for kind, rows in json.loads(ROWS.replace("NASTY", json.dumps(NASTY)[1:-1])).items():
         write_rows(tmp_path / f"{kind}.jsonl", *rows)

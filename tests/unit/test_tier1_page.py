@@ -3,25 +3,25 @@
 import re
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rollouts.cli import main
 from rollouts.models import sampling
+from tests import ROOT
 from tests.unit.server_engines import open_engine
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/tier1.md").read_text("utf-8")
+PAGE = (ROOT / "docs/tier1.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
 ROWS = re.findall(r"^\| (`[a-zA-Z].*?) \| `(rollouts\.[a-z_.0-9]+)` \|", PAGE, flags=re.MULTILINE)
 
 
-def run_block(block: str, known=None) -> dict[str, Any]:
+def run_block(block, known=None):
     Path("block.py").write_text(block, "utf-8")
     return runpy.run_path("block.py", init_globals=known)
 
 
-def open_fake_engine(url: str, *, vocab_size: int):
+def open_fake_engine(url, *, vocab_size):
     return open_engine("vllm", vocab_size=vocab_size, read_weights=lambda path: str(sorted(path.iterdir())))
 
 

@@ -1,9 +1,7 @@
 """Adapters that train in one pass over their model, each as if it had been alone."""
 
-from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +23,7 @@ from rollouts.types import ForwardBackwardResult, LossSpec
 from tests.distributed.train_program import SPECS, make_rollouts
 from tests.support.adapters import randomize
 from tests.support.plain_backend import compute_difference
+from tests.support.text_tables import cases
 from tests.unit.test_lora_backend import open_backend
 
 NAN = LossSpec(f"{HERE}:nan_loss")
@@ -38,9 +37,7 @@ TRACED = replace(SPECS["grpo"], per_token=True)
 
 
 @asynccontextmanager
-async def open_adapters(
-    model: str = "gpt2", *, loras: Sequence[dict[str, Any]] = LORAS, **options
-) -> AsyncIterator[list[Any]]:
+async def open_adapters(model="gpt2", *, loras=LORAS, **options):
     """Backends of random adapters of one model."""
     async with AsyncExitStack() as stack:
         backends = []
@@ -52,7 +49,7 @@ async def open_adapters(
         yield backends
 
 
-def count_passes(backend) -> list[Any]:
+def count_passes(backend):
     """The micro-batches that the model computes from now on."""
     found = []
     backend.model.get_decoder().register_forward_pre_hook(
@@ -61,12 +58,12 @@ def count_passes(backend) -> list[Any]:
     return found
 
 
-def ask(backends) -> list[Asked]:
+def ask(backends):
     """SFT, each of a batch of its own."""
     return [Asked(one, make_batch(number), SFT) for number, one in enumerate(backends)]
 
 
-async def step_alone(backend, batch, loss: LossSpec) -> ForwardBackwardResult:
+async def step_alone(backend, batch, loss):
     """The result of its forward_backward, and a step."""
     found = await backend.forward_backward(batch, loss)
     await backend.optim_step(STEP)
@@ -86,7 +83,7 @@ def assert_same(found, wanted):
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize("budget", [8192, 70], ids=["one pass", "several"])
+@cases("budget", [8192, 70], ids=["one pass", "several"])
 async def test_results_and_weights_are_those_that_each_gives_alone(budget):
     """Of unlike ranks, places, lengths and losses, some with several micro-batches; over three steps."""
     specs = [SFT, TRACED, LossSpec("reinforce", unit="sequences"), SPECS["grpo"]]
@@ -109,7 +106,7 @@ async def test_results_and_weights_are_those_that_each_gives_alone(budget):
             assert ours == theirs and ours["batches_as_packed"] == 3
 
 
-@pytest.mark.parametrize("kind", ["tiny:llama", "tiny:byte", "tiny:qwen3"])
+@cases("kind", ["tiny:llama", "tiny:byte", "tiny:qwen3"])
 async def test_gradients_of_other_models_are_those_that_each_gives_alone(kind):
     """Which accumulate; a loss without gradient adds nothing."""
     loras = [{"rank": rank} for rank in (2, 8, 4)]
@@ -117,8 +114,7 @@ async def test_gradients_of_other_models_are_those_that_each_gives_alone(kind):
     for together in (False, True):
         async with open_adapters(kind, loras=loras, gradient_checkpointing=kind == "tiny:llama") as backends:
             asked = ask(backends)
-            quiet = [Asked(one, make_batch(9), SFT, False) for one in backends]
-            for some in (asked, quiet, asked):
+            for some in (asked, [Asked(one, make_batch(9), SFT, False) for one in backends], asked):
                 if together:
                     await forward_backward_together(some)
                     continue
@@ -163,7 +159,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD)
+@cases("bad", BAD)
 async def test_what_is_bad_of_one_is_not_felt_by_the_others(bad):
     """Their results, gradients and steps are those that they have without it; it can go on after reset()."""
     loss, kind = BAD[bad]
@@ -229,14 +225,13 @@ async def test_an_interruption_is_of_all_and_leaves_their_weights():
         before = [await one.get_weights() for one in backends]
         future = forward_backward_together(ask(backends))
         backends[0].interrupt()
-        answers = await future
-        assert all(isinstance(one, StepInterrupted) for one in answers)
+        assert all(isinstance(one, StepInterrupted) for one in await future)
         for backend, weights in zip(backends, before, strict=True):
             await backend.reset()
             assert_weights_equal(await backend.get_weights(), weights)
 
 
-@pytest.mark.parametrize("align", [1, 16])
+@cases("align", [1, 16])
 async def test_joined_rows_have_the_log_probs_that_each_has_alone(align):
     """Padded to multiples or not, with rows that branch and rows that do not."""
     async with open_adapters(loras=[{"rank": 2}, {"rank": 4}, {"rank": 8}]) as backends:

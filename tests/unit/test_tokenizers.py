@@ -2,8 +2,6 @@
 fit the model.
 """
 
-from pathlib import Path
-
 import pytest
 
 from rollouts.data.chat import tokenize_conversation
@@ -23,7 +21,7 @@ from tests.unit.chat_tokenizers import (
 from tests.unit.test_models import edit_json
 
 
-def save(tokenizer, folder: Path) -> Path:
+def save(tokenizer, folder):
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -80,7 +78,7 @@ plain               | </s>
 """
 
 
-@pytest.mark.parametrize("line", TURN_ENDS.strip().splitlines())
+@cases("line", TURN_ENDS.strip().splitlines())
 def test_the_tokens_that_end_a_turn_are_found_by_writing_one(line):
     name, _, ends = line.partition("|")
     for make in (family_tokenizer, family_sentencepiece):

@@ -14,7 +14,7 @@ from tests.support.text_tables import cases
 from tests.unit.test_rl_batch import FixedReference
 
 
-def answer(name: str, mask: list[int]) -> Sample:
+def answer(name, mask):
     """Tokens 10, 11, …; the policy's log-prob of those that train is −1."""
     arrays = {
         "tokens": range(10, 10 + len(mask)),
@@ -24,7 +24,7 @@ def answer(name: str, mask: list[int]) -> Sample:
     return Sample(id=name, prompt="own", group_index=0, status=Status.COMPLETED, **arrays)
 
 
-def tell(context, *samples: Sample, **options):
+def tell(context, *samples, **options):
     """A prompt is one token 7 per letter; prompt and response may have 9 together."""
     tell = {"tokenize": lambda sample: np.full(len(sample.prompt), 7), "limit": 9, "context": context}
     return score_told(convert_to_batch(samples), **{"score": FixedReference().score, **tell, **options})
@@ -41,7 +41,7 @@ async def test_a_response_is_scored_after_the_other_prompt_and_each_token_gets_i
         return ["xyz" if sample.id == "a" else None for sample in samples]
 
     found = await tell(tell_a, answer("a", [0, 0, 1, 0, 1]), answer("b", [0, 1, 1]), score=score)
-    assert seen == [[7, 7, 7, 12, 13, 14]], "from the first trained token on, what a tool said too"
+    assert seen == [[7, 7, 7, 12, 13, 14]]  # from the first trained token on, what a tool said too
     np.testing.assert_equal(found, json.loads("[[0, 0, -12, 0, -14], [0, -1, -1]]"), "or the policy's own")
 
 

@@ -3,8 +3,6 @@
 import json
 from collections import defaultdict
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,7 @@ from tests.unit.run_rows import write_rows
 BEGAN = 1_800_000_000.0
 
 
-def make_row(name: str, track: str, start_s: float, duration_s: float, **more: object) -> dict[str, Any]:
+def make_row(name, track, start_s, duration_s, **more):
     return {"name": name, "track": track, "start_unix": BEGAN + start_s, "duration_s": duration_s, **more}
 
 
@@ -25,12 +23,12 @@ TRAIN = make_row("train", "trainer", 0.0, 1.0)
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run(tmp_path):
     (tmp_path / "config.toml").touch()
     return tmp_path
 
 
-def export(run: Path, *rows):
+def export(run, *rows):
     """The trace's events by their kind; each event of a span has its `lane`, the name of its thread."""
     write_rows(run / "spans.jsonl", *rows)
     with open_record(run, points=True) as record:
@@ -55,7 +53,7 @@ def test_a_span_is_an_event_in_microseconds_of_its_thread(run):
         "args": {"step": 3, "policy_version": 0, "attempt": 1, "id": "g1-s0", "tokens": 7}}"""
     sorts = (event for event in trace["M"] if event["name"] == "thread_sort_index")
     order = {event["tid"]: event["args"]["sort_index"] for event in sorts}
-    assert order[second["tid"]] < order[first.pop("tid")], "the trainer is above the engines"
+    assert order[second["tid"]] < order[first.pop("tid")]  # the trainer is above the engines
     assert first == json.loads(expected)
     assert (second["ts"], second["dur"], second["lane"]) == (500_000, 125_000, "trainer")
 
@@ -73,7 +71,7 @@ def test_spans_come_by_time_over_all_parts_and_of_a_repeated_step_those_of_the_n
     events = export(run, train(4.0, 1.0), train(2.0, 1.0, step=2))["X"]
     shown = [(event["args"]["step"], event["args"]["attempt"]) for event in events]
     assert shown == [(1, 2), (3, 1), (2, 1)]
-    assert {event["lane"] for event in events} == {"trainer", "trainer · 2"}, "what crosses has another lane"
+    assert {event["lane"] for event in events} == {"trainer", "trainer · 2"}  # what crosses has another lane
 
 
 def test_requests_in_flight_are_counters(run):

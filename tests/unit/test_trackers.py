@@ -10,9 +10,8 @@ import pytest
 import trio
 from msgspec.structs import replace
 
-from rollouts.cli import make_parser
+from rollouts.cli import main, make_parser
 from rollouts.config.load import load_config
-from rollouts.config.schema import RunConfig
 from rollouts.config.secrets import find_secrets, hide_secrets, remove_secrets
 from rollouts.config.tables import Tracker
 from rollouts.errors import ConfigError, RowsRefused, RunDirError, SinkRefused, SinkUnavailable
@@ -27,7 +26,7 @@ from rollouts.trackers.follower import (
     write_position,
 )
 from rollouts.trackers.launch import describe_catching_up
-from rollouts.trackers.sinks import ALERTS, SINKS, Mark, Place, SinkKind, TrackedRow, check_trackers
+from rollouts.trackers.sinks import ALERTS, SINKS, Place, SinkKind, TrackedRow, check_trackers
 from tests.support.text_tables import cases
 from tests.support.tracker_runs import BEGAN, append, make_row, make_run
 
@@ -35,17 +34,17 @@ FILES = ("metrics", "evaluations")
 
 
 @pytest.fixture
-def root(tmp_path, monkeypatch) -> Path:
+def root(tmp_path, monkeypatch):
     for name in ("LOOK_S", "FIRST_WAIT_S", "LAST_WAIT_S"):
         monkeypatch.setattr(follower, name, 0.01)
     return make_run(tmp_path / "run")
 
 
-def steps(rows: Sequence[TrackedRow]) -> list[int]:
+def steps(rows):
     return [row.row["step"] for row in rows]
 
 
-def read_all(root: Path, position: Position) -> tuple[list[TrackedRow], Position]:
+def read_all(root, position):
     rows, ends = read_batch(root, FILES, position, limit=100, say=pytest.fail)
     return rows, replace(position, files={**position.files, **ends}, number=position.number + len(rows))
 
@@ -67,7 +66,7 @@ def test_rows_come_by_their_time_over_the_files_and_are_numbered(root):
     assert position.files["metrics"] == Place(1, (root / "metrics.1.jsonl").stat().st_size)
 
 
-@pytest.mark.parametrize("time_unix", ["", "NaN", '"12"', "null", "1" + "0" * 400, "[" * 3000 + "]" * 3000])
+@cases("time_unix", ["", "NaN", '"12"', "null", "1" + "0" * 400, "[" * 3000 + "]" * 3000])
 def test_a_line_that_is_no_row_is_passed_over_and_said_once(root, time_unix):
     (root / "metrics.jsonl").write_text(
         f'{{"stage": "rl", "step": 1, "attempt": 1, "time_unix": {time_unix}}}\n'
@@ -123,6 +122,17 @@ def test_a_position_that_cannot_be_read_is_refused_with_the_way_out(root, text):
         read_position(path)
 
 
+def test_a_link_out_of_the_run_is_not_followed(tmp_path, capsys):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    for folder in (run, elsewhere):
+        folder.mkdir()
+    (run / "metrics.jsonl").touch()
+    (run / "trackers").symlink_to(elsewhere)
+    assert main(["track", str(run), "--to", ALERTS, "--once"]) == 2
+    assert f"leads to {elsewhere}, outside {run}" in capsys.readouterr().err
+    assert not [*elsewhere.iterdir()]
+
+
 # --- names, settings and secrets ----------------------------------------------------------------------------
 
 
@@ -134,7 +144,7 @@ def test_the_trackers_of_config_command_and_sinks_are_the_same():
     assert describe_catching_up(Path("runs/my demo"), ["otlp", "wandb"]) == expected
 
 
-def load(tmp_path: Path, trackers: str) -> RunConfig:
+def load(tmp_path, trackers):
     (tmp_path / "c.toml").write_text(f"[output]\ntrackers = {trackers}\n")
     return load_config(tmp_path / "c.toml")
 
@@ -190,7 +200,7 @@ class FakeSink:
     close_faults: Sequence[Exception | None] = ()
     store: list[TrackedRow] = field(default_factory=list)
 
-    def send(self, rows: Sequence[TrackedRow]) -> Mark | None:
+    def send(self, rows):
         if len(rows) > self.most or {*self.bad} & {*steps(rows)}:
             raise RowsRefused("bad value")
         fault, *self.faults = self.faults or [None]
@@ -210,7 +220,7 @@ class FakeSink:
 def run_follower(root, monkeypatch):
     """(outcome, what was said) of following a run of eight steps that is over."""
 
-    def run(sink: FakeSink, **kind) -> tuple[str, list[str]]:
+    def run(sink, **kind):
         said, over = [], trio.Event()
         over.set()
         append(root, *(make_row(step) for step in range(1, 9)))
@@ -222,7 +232,7 @@ def run_follower(root, monkeypatch):
     return run
 
 
-def check_stored(root: Path, taken: int, left_out: int):
+def check_stored(root, taken, left_out):
     """Rows taken or left out, and rows left out, on disk."""
     position = read_position(position_path(root, "fake"))
     assert (position.number, position.left_out.rows) == (taken, left_out)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import trio
@@ -32,11 +31,11 @@ sys.exit(main(["track", *sys.argv[1:]]))
 
 
 @pytest.fixture
-def root(tmp_path) -> Path:
+def root(tmp_path):
     return make_run(tmp_path / "run")
 
 
-def count_rows(root: Path) -> int:
+def count_rows(root):
     return read_position(position_path(root, "tensorboard")).number
 
 
@@ -72,7 +71,7 @@ async def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root, tm
     await wait_until(lambda: not find_processes(str(root)))
 
 
-@pytest.mark.parametrize("command", [["/nowhere/python"], [sys.executable, "-c", "raise SystemExit(7)"]])
+@cases("command", [["/nowhere/python"], [sys.executable, "-c", "raise SystemExit(7)"]])
 async def test_a_follower_that_cannot_start_or_ends_at_once_is_said_and_no_more(root, monkeypatch, command):
     monkeypatch.setattr(launch, "FOLLOWER", command)
     said = []
@@ -108,7 +107,7 @@ trio.run(run)
 # --- the command --------------------------------------------------------------------------------------------
 
 
-def start_track(root: Path, *arguments: str) -> subprocess.Popen[str]:
+def start_track(root, *arguments):
     command = [sys.executable, "-c", TRACK, str(root), "--to", "tensorboard", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -5,13 +5,11 @@ Run by `make test-trackers`.
 import importlib
 import json
 import struct
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from rollouts.errors import RowsRefused, SinkRefused
-from rollouts.trackers.sinks import Place, RunInfo, Sink, TrackedRow, open_sink
+from rollouts.trackers.sinks import Place, RunInfo, TrackedRow, open_sink
 from tests.support.tracker_runs import BEGAN, make_row
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these packages say of each other
@@ -25,13 +23,13 @@ REPEATED = [
 
 
 @pytest.fixture
-def root(tmp_path, monkeypatch) -> Path:
+def root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run" / "trackers").mkdir(parents=True)
+    (tmp_path / "run/trackers").mkdir(parents=True)
     return tmp_path / "run"
 
 
-def open_named(name: str, root: Path) -> Sink:
+def open_named(name, root):
     return open_sink(name, RunInfo(ID, "run", root, {"seed": 1, "rl": {"steps": 4}}, {}))
 
 
@@ -53,7 +51,7 @@ def test_trackio_stores_rows_once_though_they_are_sent_twice(root, monkeypatch):
 # --- wandb --------------------------------------------------------------------------------------------------
 
 
-def read_records(data: bytes) -> Iterator[bytes]:
+def read_records(data):
     """The records of a log in LevelDB's format, after wandb's own 7 bytes: pieces of (crc, length, kind) in
     blocks of 32 KiB.
     """

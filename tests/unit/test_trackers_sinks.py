@@ -17,9 +17,8 @@ from rollouts.engines.processes import find_free_port
 from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable
 from rollouts.metrics.names import METRICS
 from rollouts.trackers.follower import position_path, read_position
-from rollouts.trackers.sinks import Mark, Place, RunInfo, Sink, TrackedRow, open_sink
+from rollouts.trackers.sinks import Place, RunInfo, TrackedRow, open_sink
 from tests.support.otlp_collector import (
-    Collector,
     open_collector,
     read_labels,
     read_points,
@@ -33,11 +32,11 @@ ID = "0123456789abcdef" * 2
 AT = 1_800_001_000  # time of a row of attempt 1 and step 0
 
 
-def open_named(name: str, root: Path = Path("/nowhere"), mark: Mark | None = None) -> Sink:
+def open_named(name, root=Path("/nowhere"), mark=None):
     return open_sink(name, RunInfo(ID, "my run", root, {}, os.environ, mark or {}))
 
 
-def make_rows(*steps: int, attempt: int = 1, stage: str = "rl") -> list[TrackedRow]:
+def make_rows(*steps, attempt=1, stage="rl"):
     return [
         TrackedRow("metrics", make_row(step, attempt=attempt, stage=stage), number, Place(0, 10 * step))
         for number, step in enumerate(steps)
@@ -50,7 +49,7 @@ EVALUATION = TrackedRow("evaluations", make_row(2, **{"name": "heldout", "eval/h
 # --- TensorBoard --------------------------------------------------------------------------------------------
 
 
-def write_events(root: Path, *batches: list[TrackedRow], mark: Mark | None = None) -> Mark | None:
+def write_events(root, *batches, mark=None):
     """The mark after the first batch: a follower that is killed later stores no other."""
     with closing(open_named("tensorboard", root, mark)) as sink:
         first, *_ = [json.dumps(sink.send(rows)) for rows in batches]  # as it is stored
@@ -95,10 +94,10 @@ def collector(monkeypatch):
         yield server
 
 
-def refuse_steps(collector: Collector, status: int, *bad: int, most: int = 99):
+def refuse_steps(collector, status, *bad, most=99):
     """The collector refuses requests that hold a row of one of these steps, or more rows."""
 
-    def judge(path: str, body: bytes) -> tuple[int, bytes]:
+    def judge(path, body):
         points = read_points(body) if path == "/v1/metrics" else []
         held = {at // 10**9 - AT for _, at, *_ in points} or set(read_steps(read_spans(body)))
         refused = held & {*bad} or len(held) > most
@@ -206,7 +205,7 @@ def test_the_command_leaves_out_what_is_refused_and_sends_all_else_once(collecto
 # --- StatsD -------------------------------------------------------------------------------------------------
 
 
-def receive_lines(server: socket.socket) -> list[str]:
+def receive_lines(server):
     """What has arrived: datagrams on one machine are there when they have been sent."""
     text = ""
     server.setblocking(False)
@@ -217,7 +216,7 @@ def receive_lines(server: socket.socket) -> list[str]:
 
 
 @contextmanager
-def open_agent(monkeypatch, host: str, port: str):
+def open_agent(monkeypatch, host, port):
     """A socket that takes datagrams; the variables of these names say where."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))

@@ -14,8 +14,6 @@ import pytest
 import rollouts.environments
 from rollouts.data.chat import tokenize_conversation
 from rollouts.environments.trajectories import (
-    ChatFormat,
-    Node,
     TurnRecord,
     collect_segments,
     make_chat_format,
@@ -75,12 +73,12 @@ SAYS = {"gptoss": "<|channel|>final<|message|>{text}"}
 MERGES = [*map(tuple, ("12", "34", "an", "ĊĊ", "Ġa"))]
 
 
-def make_format(name: str, tokenizer, *, history="template") -> ChatFormat:
+def make_format(name, tokenizer, *, history="template"):
     template = RESPONSE_TEMPLATES.get(READS[name])
     return make_chat_format(tokenizer, tools=[TOOL] if template else [], read_turn=template, history=history)
 
 
-def complete(token_ids: list[int], rng, *, ended: bool) -> Completion:
+def complete(token_ids, rng, *, ended):
     count = len(token_ids)
     return Completion(
         request_id="x",
@@ -91,7 +89,7 @@ def complete(token_ids: list[int], rng, *, ended: bool) -> Completion:
     )
 
 
-def split_oddly(text: str, tokenizer, rng) -> list[int]:
+def split_oddly(text, tokenizer, rng):
     """Ids of a text as a model may sample them: cut anywhere, so that merges are missed."""
     special = "|".join(re.escape(token.content) for token in tokenizer.added_tokens_decoder.values())
     inside = {at for found in re.finditer(special, text) for at in range(found.start() + 1, found.end())}
@@ -100,12 +98,12 @@ def split_oddly(text: str, tokenizer, rng) -> list[int]:
     return [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]
 
 
-def find_end(name: str, tokenizer) -> str:
+def find_end(name, tokenizer):
     """The token that ends a turn without a call."""
     return {"gptoss": "<|return|>", "gemma3": "<end_of_turn>"}.get(name, tokenizer.eos_token)
 
 
-def sample_turn(name: str, tokenizer, rng) -> Completion:
+def sample_turn(name, tokenizer, rng):
     """A turn as a policy early in training writes one: a call, a text, or any tokens at all; some are cut."""
     reads, kind = READS[name], rng.integers(4)
     numbers = {"a": int(rng.integers(100)), "b": int(rng.integers(100))}
@@ -130,7 +128,7 @@ def sample_turn(name: str, tokenizer, rng) -> Completion:
 Exchange = tuple[list[int], Completion]  # what the engine took in and gave out
 
 
-def converse(name: str, form: ChatFormat, tokenizer, rng) -> tuple[list[Exchange], list[Node]]:
+def converse(name, form, tokenizer, rng):
     node = form.begin([turn("user", "What is 12+34? You may add.")])
     exchanges, answers = [], []
     for _ in range(4):
@@ -146,7 +144,7 @@ def converse(name: str, form: ChatFormat, tokenizer, rng) -> tuple[list[Exchange
     return exchanges, answers
 
 
-def check_exact(exchanges: list[Exchange], segments: tuple[Sample, ...]):
+def check_exact(exchanges, segments):
     """Every completion trains once, after exactly what the engine had before it."""
     for prompt, completion in exchanges:
         whole = [*prompt, *completion.token_ids]
@@ -156,7 +154,7 @@ def check_exact(exchanges: list[Exchange], segments: tuple[Sample, ...]):
             for segment in segments
             if segment.tokens[: span.stop].tolist() == whole and segment.loss_mask[span].all()
         ]
-        assert len(places) == 1, "a completion trains where the engine had another prompt, or not at all"
+        assert len(places) == 1  # else a completion trains where the engine had another prompt, or not at all
         assert (places[0].rollout_log_probs[span] == completion.log_probs).all()
         assert (places[0].weight_versions[span] == completion.weight_versions).all()
     trained = sum(len(completion.token_ids) for _, completion in exchanges)
@@ -168,7 +166,7 @@ def check_exact(exchanges: list[Exchange], segments: tuple[Sample, ...]):
 SAMPLE = Sample(id="x", prompt="?")
 
 
-def as_segments(answers: list[Node]) -> tuple[Sample, ...]:
+def as_segments(answers):
     return collect_segments([*map(TurnRecord, answers)], SAMPLE)
 
 
@@ -179,8 +177,8 @@ TOKENIZERS = {
 
 
 @cases("history: template extend")
-@pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("name", READS)
+@cases("kind", TOKENIZERS)
+@cases("name", READS)
 def test_what_trains_is_what_the_engine_took_in_and_gave_out(name, kind, history):
     tokenizer = TOKENIZERS[kind](name)
     form = make_format(name, tokenizer, history=history)
@@ -211,12 +209,11 @@ def test_encoding_the_history_again_trains_other_tokens_in_every_template():
         assert len(same) <= 10, name
 
 
-def say(form: ChatFormat, text: str, end: str, *, after: Node | None = None, ended: bool = True):
+def say(form, text, end, *, after=None, ended=True):
     """The answer that is the tokenizer's own encoding of a text, to a question if not `after` more, and how
     it reads.
     """
-    tokenizer = form.template.tokenizer
-    ids = tokenizer.encode(text + (end if ended else ""), add_special_tokens=False)
+    ids = form.template.tokenizer.encode(text + (end if ended else ""), add_special_tokens=False)
     completion = complete(ids, np.random.default_rng(0), ended=ended)
     return form.read(after or form.begin([turn("user", "add")]), completion)
 
@@ -244,8 +241,7 @@ def test_a_segment_begins_where_the_template_rewrites_what_is_held(
     second, _ = say(form, text, end, after=form.extend(first, [turn("user", "and?")]))
     assert len(as_segments([first, second])) == after_user
     if reads := READS[name]:
-        call = CALLS[reads].format(a=12, b=34)
-        called, read = say(form, call, "<|call|>" if name == "gptoss" else end)
+        called, read = say(form, CALLS[reads].format(a=12, b=34), "<|call|>" if name == "gptoss" else end)
         assert read.message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 12, "b": 34}}
         result = turn("tool", "46", tool_call_id=read.message["tool_calls"][0]["id"], name="add")
         last, _ = say(form, text, end, after=form.extend(called, [result]))
@@ -253,7 +249,7 @@ def test_a_segment_begins_where_the_template_rewrites_what_is_held(
         extended = make_format(name, form.template.tokenizer, history="extend")
         again = extended.extend(first, [turn("user", "and?")])
         kept = again.tokens[: len(first.tokens)]
-        assert not again.fresh and (kept == first.tokens).all(), "extend keeps what was sampled"
+        assert not again.fresh and (kept == first.tokens).all()  # extend keeps what was sampled
 
 
 @cases("name: chatml qwen2_5 llama3_1 gemma3 deepseek_v3 phi_4")
@@ -283,8 +279,8 @@ def test_an_answer_that_a_limit_cut_gets_its_end_token_masked():
     assert segment.tokens[begin] == end and not segment.loss_mask[begin]
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("name", READS)
+@cases("kind", TOKENIZERS)
+@cases("name", READS)
 def test_special_tokens_in_what_the_world_says_become_no_special_id(name, kind):
     tokenizer = TOKENIZERS[kind](name)
     form = make_format(name, tokenizer)
@@ -316,8 +312,7 @@ text | said
 """)
 def test_a_call_that_cannot_be_read_is_a_turn_of_text_that_says_why(text, said):
     text = f"<tool_call>{text}</tool_call>".replace(r"\n", "\n")
-    form = make_format("qwen2_5", family_tokenizer("qwen2_5"))
-    answer, read = say(form, text, "<|im_end|>")
+    answer, read = say(make_format("qwen2_5", family_tokenizer("qwen2_5")), text, "<|im_end|>")
     assert said in read.unreadable
     assert read.message == turn("assistant", text)
     assert answer.messages[-1]["content"] == text
@@ -325,8 +320,7 @@ def test_a_call_that_cannot_be_read_is_a_turn_of_text_that_says_why(text, said):
 
 def test_a_call_inside_thinking_is_no_call():
     form = make_format("qwen3", family_tokenizer("qwen3"))
-    text = "<think>" + CALLS["hermes"].format(a=1, b=2) + "</think>7"
-    _, read = say(form, text, "<|im_end|>")
+    _, read = say(form, "<think>" + CALLS["hermes"].format(a=1, b=2) + "</think>7", "<|im_end|>")
     assert "tool_calls" not in read.message and read.message["content"] == "7"
 
 
@@ -349,7 +343,7 @@ def test_a_template_without_a_place_for_tools_wants_them_described():
     text = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     answer, read = say(form, text, "<|im_end|>", after=node)
     assert read.message["tool_calls"][0]["function"]["name"] == "add"
-    assert answer.messages[-1] == turn("assistant", text), "the history has it as text"
+    assert answer.messages[-1] == turn("assistant", text)  # the history has it as text
     node = form.extend(answer, [turn("tool", "3", tool_call_id="c1", name="add")])
     assert plain.decode(node.token_ids.tolist()) == "\n<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n"
 
@@ -366,8 +360,7 @@ def test_a_trajectory_goes_on_from_what_was_held(name):
             continue  # a tool's result would have to follow
         turns = [TurnRecord(answer, f"turn {index}", float(index)) for index, answer in enumerate(answers)]
         node = form.extend(answers[-1], [turn("user", "And?")])
-        cut = complete([5, 6, 7], rng, ended=False)
-        sample, layout = pack_trajectory(node, turns, cut, SAMPLE)
+        sample, layout = pack_trajectory(node, turns, complete([5, 6, 7], rng, ended=False), SAMPLE)
         again, held, rest = unpack_trajectory(form, sample, json.loads(json.dumps(layout)))
         assert rest.token_ids.tolist() == [5, 6, 7]
         assert (again.tokens.tolist(), again.text) == (node.tokens.tolist(), node.text)

@@ -10,11 +10,12 @@ import pytest
 from rollouts.advantages import ADVANTAGES, AdvantageInputs
 from rollouts.evaluation.evaluate import evaluate
 from rollouts.generation.samples import convert_to_batch
+from rollouts.loops.algorithm import LoopState, choose_algorithm
 from rollouts.loops.rl import training_metrics
 from rollouts.loops.rl_batch import add_advantages, make_advantage_inputs, make_loss_spec
 from rollouts.metrics.token_shards import UpdateRecord, collect_columns
 from rollouts.replay.compare import recompute
-from rollouts.types import LossSpec, OptimStepResult, RewardResult, RolloutBatch, Sample, Status
+from rollouts.types import LossSpec, OptimStepResult, RewardResult, Sample, Status
 from tests.support.made_updates import floats
 from tests.support.plain_backend import assert_gradients_close, take_gradients
 from tests.support.text_tables import cases
@@ -23,7 +24,7 @@ from tests.unit.test_loops import rl_config
 from tests.unit.test_pytorch_backend import FORMS, open_backend
 
 
-def fork(sample: Sample) -> list[Sample]:
+def fork(sample):
     """The same in two segments, the second of which repeats the first turn as context."""
     later = np.arange(len(sample.tokens)) >= 4
     names = ("loss_mask", "rollout_log_probs", "weight_versions", "turn_rewards")
@@ -32,7 +33,7 @@ def fork(sample: Sample) -> list[Sample]:
     return [dataclasses.replace(sample, **first), dataclasses.replace(sample, id=f"{sample.id}.1", **second)]
 
 
-def make_batch(*, forked: bool) -> RolloutBatch:
+def make_batch(*, forked):
     """Trajectories of two turns and of one, with the rewards 2 and 1."""
     mask = np.asarray([0, 0, 1, 1, 0, 0, 1, 1, 1], np.bool_)
     fields = {"prompt": "p", "status": Status.TRUNCATED, "group_index": 3}
@@ -56,7 +57,7 @@ sequence_sums | 2
 constant      | 7
 """)
 @cases("advantage: -0.5 0")
-@pytest.mark.parametrize("form", FORMS)
+@cases("form", FORMS)
 async def test_a_forked_trajectory_has_the_loss_and_the_gradient_that_it_has_in_one_piece(
     unit, denominator: int, advantage: float, form
 ):
@@ -105,7 +106,8 @@ def test_advantages_and_metrics_of_a_trajectory_in_segments_are_those_of_it_in_o
         batch = make_batch(forked=forked)
         values = None if critic is None else tuple(map(np.sin, batch.tokens))
         batch, metrics = add_advantages(dataclasses.replace(batch, old_values=values), config)
-        metrics |= training_metrics(config, None, batch, [], [], step=10)
+        algorithm = choose_algorithm(config, 10, LoopState(0.0))
+        metrics |= training_metrics(config, algorithm, batch, [], [], step=10)
         answers = zip(batch.advantages + (batch.returns or ()), batch.loss_masks * 2, strict=False)
         found.append((np.concatenate([row[mask] for row, mask in answers]), metrics))
     np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-5)
@@ -139,7 +141,7 @@ def test_rewards_of_turns_are_at_their_ends_and_what_they_leave_at_the_trajector
 # --- rewards and metrics ------------------------------------------------------------------------------------
 
 
-async def play(sample: Sample, engine, sampling) -> list[Sample]:
+async def play(sample, engine, sampling):
     """Two segments of three tokens each: the first turn gets 1, the second 2 times the place in the group."""
     done = await chat_generate(sample, engine, sampling)
     ends = np.arange(len(done.tokens)) == len(done.tokens) - 1

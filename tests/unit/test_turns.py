@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rollouts.config.tables import RolloutConfig
+from rollouts.config.rollout import RolloutConfig
 from rollouts.environments.episode import make_agent_generate, make_formats
-from rollouts.environments.protocol import Observation, Turn
+from rollouts.environments.protocol import Observation
 from rollouts.environments.tools import make_tool
 from rollouts.environments.turns import (
     create_multiturn_rollout,
@@ -41,7 +41,7 @@ execute = partial(execute_tools, tools=[divide])
 MAKE_FORM = make_formats(FakeTokenizer(), read_turn=read_calls)  # type: ignore[arg-type]
 
 
-def answer_step(turn: Turn) -> Observation:
+def answer_step(turn):
     """Asks again until the model says "end"; a turn is worth its number of letters."""
     reward = {"letters": len(turn.text)}
     return Observation(messages="Go on.", reward=reward, done=turn.text == "end", metadata={"n": 1})
@@ -96,7 +96,7 @@ async def test_a_rollout_is_the_episode_of_the_same_completions(texts, settings:
     assert not exchanges
 
 
-def say(text: str):
+def say(text):
     """A `complete` that says the text."""
     return lambda requests: [complete([*text.encode(), FAKE_END], np.random.default_rng(0), ended=True)]
 

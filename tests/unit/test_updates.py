@@ -12,7 +12,7 @@ from rollouts.loops.rl import train_policy
 from rollouts.loops.rl_batch import make_loss_spec, plan_updates
 from rollouts.loops.updates import measure_kl, merge_forwards, record_updates
 from rollouts.testing.fakes import FakeBackend, open_fake_backend
-from rollouts.types import ForwardBackwardResult, LossSpec, Mean, RolloutBatch
+from rollouts.types import ForwardBackwardResult, LossSpec, Mean, RolloutBatch, metric_values
 from tests.support.made_updates import floats
 from tests.support.text_tables import cases
 from tests.unit.test_loops import rl_config
@@ -189,7 +189,56 @@ async def test_a_step_whose_last_update_was_undone_is_not_said_to_have_changed_n
     results = await train_times(4, MeasuringBackend(0, 0, 0, 0, nats=0.1), kl_limit=0.02)
     record_updates("rl step 7", [batch_of_groups([0, 0])] * 4, results)
     [message] = caplog.messages
-    assert message.startswith("rl step 7: update 2 changed nothing: undone: 0.0408 nats per token")
+    said = "rl step 7: update 2 changed nothing: undone: kl/update is 0.0408, above its limit of 0.02"
+    assert message == said
+
+
+# each update adds `nats` to the KL of each token of a sample, which is at `first` before
+@cases("""
+nats | first | limit | made | kept | metric | …
+0.1  | 0     | 1.0   | 4    | 4    | kl/ref
+0.1  | 0     | 0.25  | 3    | 2    | kl/ref
+0.1  | 0     | 0.05  | 1    | 0    | kl/ref
+nan  | 0     | 9.0   | 1    | 0    | kl/ref
+0.1  | 0     | 0.25  | 3    | 2    | kl/exact
+nan  | 0     | 9.0   | 1    | 0    | kl/exact
+0.1  | 0.3   | 0.25  | 1    | 0    | kl/exact
+-0.1 | 0.6   | 0.05  | 4    | 4    | kl/exact | one that is too far may come back
+""")
+async def test_an_update_that_leads_too_far_from_the_reference_is_undone(
+    nats: float, first: float, limit: float, made: int, kept: int, metric: str, autojump_clock
+):
+    def measure() -> ForwardBackwardResult:
+        kl = Mean((first + nats * backend._state["weight"]) * 4, 4)
+        return ForwardBackwardResult(loss=1.0, denominator=4.0, metrics={metric: kl})
+
+    class Backend(FakeBackend):
+        def forward_backward(self, batch: RolloutBatch, loss: LossSpec):
+            return self._submit(measure, has_pieces=True)
+
+        async def compute_loss(self, batch: RolloutBatch, loss: LossSpec):
+            return await self._submit(measure)
+
+    backend, batch = Backend(), batch_of_groups([0, 0])
+    tokens = batch.response_lengths.tolist()
+    assert len(set(tokens)) == 1
+    config = rl_config(updates_per_batch=4, kl_ref_limit=limit * tokens[0], kl_coef=0.1)
+    how = {"version": 7, "compute_loss": backend.compute_loss}
+    _, results = await train_policy(backend, [(batch, LOSS)] * 4, batch, config, **how)
+    assert (len(results), backend._state["weight"]) == (made, kept)
+    if kept:
+        values = [metric_values(forward.metrics)["kl/ref_after"] for forward, _ in results]
+        assert values == pytest.approx([(first + nats * n) * tokens[0] for n in range(1, made + 1)])
+
+
+async def test_an_update_with_too_large_a_gradient_is_undone(autojump_clock):
+    backend = MeasuringBackend(0)
+    norm = 1.0  # of a FakeBackend's steps
+    for limit, kept in ((norm + 1, 1), (norm / 2, 0)):
+        backend = MeasuringBackend(0)
+        [(_, optim)] = await train_times(1, backend, grad_norm_limit=limit)
+        assert optim.grad_norm == norm and backend._state["weight"] == kept
+        assert bool(optim.skipped) == (not kept)
 
 
 @cases("""

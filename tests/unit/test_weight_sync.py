@@ -4,7 +4,6 @@ back is brought to what was published.
 
 import json
 import math
-from collections.abc import Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import pytest
 import trio
 
 from rollouts.errors import BackendError, EngineSilent, EngineUnreachable, WeightSyncError
-from rollouts.types import Completion, EngineFeatures, GenerateRequest
+from rollouts.types import Completion, EngineFeatures
 from rollouts.weight_sync.snapshots import Snapshot
 from rollouts.weight_sync.sync import WeightSync
 from rollouts.weight_sync.update import Proof, SilenceLimits, check_change, make_probe
@@ -29,7 +28,7 @@ NAMES = ["a", "b", "c"]
 # --- fakes in virtual time: weights are a number ------------------------------------------------------------
 
 
-def score(weights: float) -> np.ndarray:
+def score(weights):
     """Log-probs of the probe by a model whose weights are one number: 0.001 nats for each unit."""
     places = np.arange(len(PROBE.tokens))
     return np.where(places > 0, -1 - 0.001 * weights - 0.01 * places, 0).astype(np.float32)
@@ -44,12 +43,12 @@ class Server:
     takes, deaf = True, False  # deaf: it answers 200, says the new version and keeps the old weights
     scores = True
 
-    def __init__(self, name: str, checksum: bool = False):
+    def __init__(self, name, checksum=False):
         self.features = EngineFeatures(50, 512, keep_pause=name != "b", name=name, checksum=checksum)
         self.weights, self.version, self.paused = 0.0, -1, False
         self.calls, self.faults = [], {}
 
-    async def phase(self, name: str):
+    async def phase(self, name):
         self.calls.append(name)
         await trio.sleep(0.1)
         fault = self.faults[name].pop(0) if self.faults.get(name) else ""
@@ -58,7 +57,7 @@ class Server:
         if fault:
             raise EngineUnreachable(f"{self.features.name} is gone")
 
-    async def pause(self, mode: str):
+    async def pause(self, mode):
         self.paused, self.mode = True, mode
         await self.phase("pause")
 
@@ -66,7 +65,7 @@ class Server:
         await self.phase("resume")
         self.paused = False
 
-    async def update_weights_from_checkpoint(self, path: Path, version: int):
+    async def update_weights_from_checkpoint(self, path, version):
         assert self.paused
         await self.phase("load")
         for _ in range(10):
@@ -74,15 +73,15 @@ class Server:
             self.read += 1
         self.take(float(path.name.removeprefix("w")), version)
 
-    def take(self, weights: float, version: int):
+    def take(self, weights, version):
         if self.takes:
             self.weights, self.version = self.weights if self.deaf else weights, version
 
-    async def weight_version(self) -> int:
+    async def weight_version(self):
         await self.phase("set_version")
         return self.version
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request):
         assert not self.paused
         await self.phase("probe")
         self.noise *= -1
@@ -92,11 +91,11 @@ class Server:
         versions = np.asarray([version])
         return Completion(request_id="x", weight_versions=versions, prompt_log_probs=scores, **sampled)
 
-    async def checksum(self) -> str | None:
+    async def checksum(self):
         await self.phase("checksum")
         return f"sum of {self.weights}"
 
-    def statistics(self) -> Mapping[str, float]:
+    def statistics(self):
         return {"read": self.read}
 
 
@@ -108,7 +107,7 @@ class World:
 
     features = EngineFeatures(50, 512, name="fleet")
 
-    def __init__(self, *, checksum: bool = False, **options):
+    def __init__(self, *, checksum=False, **options):
         self.weights, self.weight_version, self.asked = 0.0, 0, 0
         self.failure = None  # of the trainer
         self.servers = self.a, self.b, self.c = [Server(name, checksum) for name in NAMES]
@@ -128,19 +127,19 @@ class World:
             raise self.failure
         return (scored,)
 
-    def train(self, weights: float) -> int:
+    def train(self, weights):
         self.weights, self.weight_version = weights, self.weight_version + 1
         return self.weight_version
 
-    async def step(self, weights: float, **options) -> Mapping[str, float]:
+    async def step(self, weights, **options):
         """The trainer takes a step, and the fleet follows."""
         return await self.update(self.train(weights), **options)
 
-    async def update(self, version: int, **options) -> Mapping[str, float]:
+    async def update(self, version, **options):
         self.events.clear()
         return await self.sync(self, [self], version, **options)
 
-    async def step_and_leave(self, weights: float) -> Mapping[str, float]:
+    async def step_and_leave(self, weights):
         """As step(), with a trainer that goes on as soon as it may, at `left_at`."""
         released = trio.Event()
 
@@ -159,11 +158,11 @@ class World:
         await trio.sleep(0.5)
         return SimpleNamespace(weights=self.weights)
 
-    async def export(self, source, version: int) -> Snapshot:
+    async def export(self, source, version):
         await trio.sleep(1)
         return Snapshot(Path(f"w{source.weights}"), f"digest of {source.weights}", 1000)
 
-    async def prune(self, keep: Path):
+    async def prune(self, keep):
         self.pruned.append(keep.name)
 
     # the fleet
@@ -177,28 +176,28 @@ class World:
     def close_admission(self, engine):
         self.events.append(("close", engine.features.name))
 
-    def commit(self, engine, version: int) -> bool:
+    def commit(self, engine, version):
         self.serving.add(engine.features.name)
         self.events.append(("commit", engine.features.name))
         return True
 
-    def fail(self, engine, error: Exception):
+    def fail(self, engine, error):
         name = engine.features.name
         self.events.append(("fail", name))
         self.errors[name] = error
         self.serving.discard(name)
         self.announce.send_nowait(engine)
 
-    def publish(self, version: int):
+    def publish(self, version):
         self.events.append(("publish", version))
 
-    def those(self, kind: str):
+    def those(self, kind):
         return sorted(event[1] for event in self.events if event[0] == kind)
 
-    def paused(self) -> list[str]:
+    def paused(self):
         return [server.features.name for server in self.servers if server.paused]
 
-    def restart(self, server: Server):
+    def restart(self, server):
         """The fleet notices that `server` came back with its first weights, and announces it."""
         server.version, server.weights = -1, 0.0
         self.serving.discard(server.features.name)
@@ -234,12 +233,12 @@ async def test_every_engine_goes_through_all_phases_and_then_the_version_is_publ
         server.calls.clear()
     world.c.version = 0  # restarted meanwhile, say
     assert (await world.update(1))["weight_sync/engines_updated"] == 3.0
-    assert world.a.calls == ["set_version", "probe"], "what was done already is only probed"
+    assert world.a.calls == ["set_version", "probe"]  # what was done already is only probed
     assert world.c.calls == ["set_version", *PHASES]
 
 
 @cases("fault: fail hang")
-@pytest.mark.parametrize("phase", PHASES)
+@cases("phase", PHASES)
 async def test_an_engine_that_fails_in_any_phase_leaves_alone(autojump_clock, phase, fault):
     world = World()
     await world.step(3.0)
@@ -250,7 +249,7 @@ async def test_an_engine_that_fails_in_any_phase_leaves_alone(autojump_clock, ph
     assert type(world.errors["b"]) is (EngineSilent if fault == "hang" else EngineUnreachable)
     (warning,) = world.warnings
     assert "engine b is out of service" in warning and f"failed in phase {phase}" in warning
-    assert (await world.step(5.0))["weight_sync/engines_updated"] == 3.0, "the next update brings it back"
+    assert (await world.step(5.0))["weight_sync/engines_updated"] == 3.0  # the next update brings it back
     assert world.b.weights == 5.0
 
 
@@ -342,7 +341,7 @@ class Transfer:
 
     outcome = {}
 
-    async def __call__(self, backend, engines, version: int):
+    async def __call__(self, backend, engines, version):
         self.given = sorted(engine.features.name for engine in engines if engine.paused)
         await trio.sleep(1)
         if isinstance(self.outcome, Exception):
@@ -361,7 +360,7 @@ async def test_a_transfer_to_all_takes_those_that_paused_and_need_it(autojump_cl
     assert (transfer.given, world.those("fail")) == (["b", "c"], ["a", "b"])
     transfer.outcome = {}
     await world.update(1)
-    assert (transfer.given, world.those("fail")) == (["a", "b"], []), "c has the weights"
+    assert (transfer.given, world.those("fail")) == (["a", "b"], [])  # c has the weights
     transfer.outcome = EngineUnreachable("the group fell apart")
     with pytest.raises(WeightSyncError, match="the group fell apart"):
         await world.step(4.0)
@@ -429,7 +428,7 @@ async def test_an_update_that_reaches_nobody_waits_for_an_engine_that_comes_back
         with pytest.raises(WeightSyncError, match="no engine could be brought"):
             await world.step(5.0)
         assert 300 <= trio.current_time() - started < 320
-        assert 5 <= world.b.calls.count("pause") <= 10, "the pauses between tries grow"
+        assert 5 <= world.b.calls.count("pause") <= 10  # the pauses between tries grow
 
 
 # --- the trainer: released early, failing -------------------------------------------------------------------
@@ -441,7 +440,7 @@ async def test_the_trainer_goes_on_once_its_weights_are_copied(autojump_clock):
         server.faults["load"] = ["fail"]  # so the update is tried again without the trainer
     async with world.keeping():
         metrics = await world.step_and_leave(3.0)
-    assert world.left_at == 1.5, "1 s for the probe, 0.5 s for the copy"
+    assert world.left_at == 1.5  # 1 s for the probe, 0.5 s for the copy
     wanted = {"weight_sync/engines_updated": 3.0, "weight_sync/probe_difference/max": 0.0}
     assert metrics.items() >= wanted.items()
     assert [(server.weights, server.version) for server in world.servers] == [(3.0, 1)] * 3

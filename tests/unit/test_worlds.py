@@ -167,7 +167,7 @@ async def test_an_error_in_closing_does_not_fail_what_is_finished(name):
             await play(open_one, {"at": "close", "do": do})
         assert AsyncGame.opened == AsyncGame.closed
         async with open_one({}) as world:
-            assert await world.call("reset"), "others go on"
+            assert await world.call("reset")  # others go on
 
 
 # --- time and cancellation ---

@@ -8,12 +8,9 @@ Every wait is for `_changed`, which wakes whoever parks there when the state cha
 While a job runs, the active rows belong to the device thread; between jobs they belong to the scheduler.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -28,11 +25,11 @@ from rollouts.engines.local.weights import StagedWeights, read_checkpoint
 from rollouts.errors import EngineClosed, EngineError, ModelError, RequestRefused, WeightVersionError
 from rollouts.models.decoding.batch import KEPT_BYTES, DecodeBatch, Row, StopTexts, open_decoder
 from rollouts.models.draws import make_draw
-from rollouts.models.limits import check_adapter, check_request, check_unused, choose_context
+from rollouts.models.limits import check_new, check_request, check_unused, choose_context
 from rollouts.models.lora import Adapter, copy_adapter, find_adapters, list_trained, read_adapter
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import Bucket, PauseMode
-from rollouts.types import Completion, EngineFeatures, GenerateRequest
+from rollouts.types import Completion, EngineFeatures, Fields, GenerateRequest, Numbers, live
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,9 +41,9 @@ CLOSED = "the engine is closed; generate inside its `async with open_local_engin
 
 @asynccontextmanager
 async def open_local_engine(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     *,
-    device_thread: DeviceThread,
+    device_thread: "DeviceThread",
     mode: Literal["shared", "copied", "given"],
     adapter: Adapter | None = None,
     trainer_version: Callable[[], int] | None = None,
@@ -56,7 +53,7 @@ async def open_local_engine(
     deterministic: bool = False,
     seed: int = 0,
     tokenizer: Any = None,
-) -> AsyncIterator[LocalEngine]:
+) -> "AsyncIterator[LocalEngine]":
     """An engine on a causal language model, run the fastest way that agrees with the model (models/decoding).
 
     Requests wait in memory without limit; `max_rows` are decoded at once. mode "shared" generates with
@@ -105,13 +102,13 @@ async def open_local_engine(
             engine._close()
 
 
-@dataclass(eq=False)
+@live
 class LocalEngine:
     """An InferenceEngine. Made by open_local_engine."""
 
     _batch: DecodeBatch
     features: EngineFeatures
-    _device_thread: DeviceThread
+    _device_thread: "DeviceThread"
     _trainer_version: Callable[[], int]
     _max_rows: int
     _seed: int
@@ -144,15 +141,11 @@ class LocalEngine:
         self._check_open()
         features = self.features
         check_request(request, vocab_size=features.vocab_size, max_context=features.context_length)
-        check_adapter(request, self._batch.adapters)
+        check_new(request, self._in_flight, self._batch.adapters)
         name = request.request_id
         if request.sampling.stop_texts and not self._batch.stops:
             raise RequestRefused(
                 f"request {name!r}: stop_texts take an engine that was opened with a tokenizer"
-            )
-        if name in self._in_flight:
-            raise RequestRefused(
-                f"request {name!r}: request_id is in flight already; ids are unique in a run"
             )
         answered = trio.Event()
         row = self._in_flight[name] = Row(request, make_draw(self._seed, request), answered.set)
@@ -229,7 +222,7 @@ class LocalEngine:
         """None: the weights are this process's own, and the probe reads them directly."""
         await trio.lowlevel.checkpoint()
 
-    def statistics(self) -> Mapping[str, float]:
+    def statistics(self) -> Numbers:
         """What is in flight now, how the model is run, and totals since the engine opened."""
         return {
             "running": sum(not row.leaving for row in self._active),
@@ -285,7 +278,7 @@ class LocalEngine:
             lambda: {name: weight.detach().to("cpu", copy=True) for name, weight in trained}
         )
 
-    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
+    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Fields:
         """Loads a Hugging Face directory of safetensors as `version`; freezes what is active meanwhile.
 
         A shared engine has nothing to load. Raises WeightVersionError if `version` is not the trainer's;

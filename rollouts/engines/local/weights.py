@@ -2,8 +2,6 @@
 not at all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,7 +82,7 @@ class StagedWeights:
         self.is_open = False
 
 
-def read_checkpoint(path: Path, model: PreTrainedModel) -> Iterator[Bucket]:
+def read_checkpoint(path: Path, model: "PreTrainedModel") -> Iterator[Bucket]:
     """The weights of `model`, or an adapter of it, in a directory of safetensors, a few at a time. Where the
     files hold them otherwise (experts one by one), transformers converts them.
 

@@ -1,13 +1,10 @@
 """What a game takes from the dataset row that it is opened for."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from rollouts.data.rows import parse_prompt
 from rollouts.generation.generate import compute_request_seed
-from rollouts.types import ChatMessage
+from rollouts.types import ChatMessage, Fields
 
-Row = Mapping[str, Any]
+Row = Fields
 
 
 def compute_seed(row: Row) -> int:

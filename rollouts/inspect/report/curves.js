@@ -18,7 +18,7 @@ function smoothed(values, weight) {
   });
 }
 
-// lines: {label, run, x, y, low, high, resumed: x of resumes, breaks: places where the line begins anew, names: of the points}
+// lines: {label, run, x, y, low, high, resumed: x of resumes, breaks: places where the line begins anew, names: of the points, guards: bands that its values should keep to, events: {x, text}}
 function lineChart({ title, note, height = 190, lines, axis, log = false, smoothing = 0, marks = false }) {
   const shown = lines.map((line) => ({ ...line, smooth: smoothed(line.y, smoothing) }));
   const positive = (value) => value !== null && (!log || value > 0);
@@ -26,8 +26,8 @@ function lineChart({ title, note, height = 190, lines, axis, log = false, smooth
   const ys = lineRange(shown, log);
   const last = shown.map((line) => line.y.findLast((value) => value !== null) ?? null);
   return addChart({
-    title, height, note: note ?? last.filter((value) => value !== null).map(number).slice(0, 3).join(" · "),
-    summary: ys ? `From ${number(ys[0])} to ${number(ys[1])}, last ${last.map(number).join(", ")}.` : "No values.",
+    title, height, note: note ?? [...last.filter((value) => value !== null).map(number).slice(0, 3), ...bandTexts(shown)].join(" · "),
+    summary: ys ? `From ${number(ys[0])} to ${number(ys[1])}, last ${last.map(number).join(", ")}.${bandTexts(shown).map((text) => ` Guard: ${text}.`).join("")}` : "No values.",
     at(x, y, { box }) {
       if (!ys || x < box.left - 8) return null;
       return { x: xs[0] + ((Math.min(x, box.right) - box.left) / (box.right - box.left)) * (xs[1] - xs[0]) };
@@ -41,7 +41,7 @@ function lineChart({ title, note, height = 190, lines, axis, log = false, smooth
     describe: ({ x }) => {
       const at = snap(shown, x);
       const named = shown.find((line) => line.names && pointAt(line, at) !== undefined);
-      return [named ? named.names[pointAt(named, at)] : axisText(axis, at), ...shown.map((line) => `${shown.length > 1 ? `${line.label}: ` : ""}${pointText(line, pointAt(line, at), smoothing)}`)].join("\n");
+      return [named ? named.names[pointAt(named, at)] : axisText(axis, at), ...shown.map((line) => `${shown.length > 1 ? `${line.label}: ` : ""}${pointText(line, pointAt(line, at), smoothing)}`), ...eventTexts(shown, at)].join("\n");
     },
     paint(context, chart) {
       const { box } = chart;
@@ -52,6 +52,8 @@ function lineChart({ title, note, height = 190, lines, axis, log = false, smooth
       context.beginPath();
       context.rect(box.left - 4, box.top - 4, box.right - box.left + 8, box.bottom - box.top + 8);
       context.clip();
+      for (const line of shown) paintGuards(context, line, scale, ys, log, box);
+      paintEvents(context, shown, scale, box);
       for (const line of shown) paintLine(context, line, scale, { log, smoothing, positive, marks, box });
       context.restore();
       if (chart.place) paintCursor(context, shown, chart, scale, positive);
@@ -95,6 +97,12 @@ function lineRange(lines, log) {
     if (lows.length) low = Math.min(low, lows[Math.floor(lows.length * 0.02)]);
     if (highs.length) high = Math.max(high, highs[Math.ceil(highs.length * 0.98) - 1]);
   }
+  // a bound is in view where that leaves the curve a third of the height; a band beyond it fills the chart
+  const room = 2 * (high - low) || Infinity;
+  for (const bound of lines.flatMap((line) => (line.guards ?? []).flatMap((guard) => [guard.low, guard.high]))) {
+    if (bound === undefined || (log && bound <= 0) || bound < found[0] - room || bound > found[1] + room) continue;
+    [low, high] = [Math.min(low, bound), Math.max(high, bound)];
+  }
   if (low === high) return log ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
   return log ? [low, high] : [low - (high - low) * 0.04, high + (high - low) * 0.04];
 }
@@ -137,6 +145,44 @@ function paintBand(context, line, scale, stroke, floor) {
   context.fill();
 }
 
+const bandTexts = (lines) => [...new Set(lines.flatMap((line) => (line.guards ?? []).map((guard) => guard.band)))];
+const eventTexts = (lines, x) => lines.flatMap((line) => (line.events ?? []).filter((event) => event.x === x).map((event) => `${lines.length > 1 ? `${line.label}: ` : ""}${event.words}`));
+
+// Shades what is inside a guard's band, with a line at each of its bounds.
+function paintGuards(context, line, scale, ys, log, box) {
+  const shade = several ? runColour(line.run) : colour("good");
+  for (const { low, high } of line.guards ?? []) {
+    const at = (bound, none) => (bound === undefined || (log && bound <= 0) ? none : Math.max(box.top - 4, Math.min(box.bottom + 4, scale.y(bound))));
+    const [top, bottom] = [at(high, box.top), at(low, box.bottom)];
+    context.fillStyle = faded(shade, 0.12);
+    context.fillRect(box.left, top, box.right - box.left, bottom - top);
+    context.strokeStyle = faded(shade, 0.7);
+    context.lineWidth = 1;
+    for (const bound of [low, high]) if (bound >= ys[0] && bound <= ys[1] && (!log || bound > 0)) strokeLine(context, box.left, scale.y(bound), box.right, scale.y(bound));
+  }
+}
+
+// Marks what happened: a tick at the foot of a chart for what was published, a line for all else, with a word where there is room.
+function paintEvents(context, lines, scale, box) {
+  const ends = Array(6).fill(-Infinity); // of the words in each row
+  const written = new Set();
+  context.lineWidth = 1.5;
+  context.textAlign = "left";
+  context.textBaseline = "top";
+  for (const { x, kind } of lines.flatMap((line) => line.events ?? []).filter((event) => event.x !== undefined)) {
+    const published = kind === "published";
+    context.strokeStyle = context.fillStyle = colour(published ? "good" : "bad");
+    strokeLine(context, scale.x(x), published ? box.bottom - 8 : box.top, scale.x(x), box.bottom);
+    const wide = context.measureText(kind).width;
+    const left = scale.x(x) + 3 + wide > box.right ? scale.x(x) - 3 - wide : scale.x(x) + 3;
+    const row = ends.findIndex((end) => end <= left);
+    if (published || row < 0 || written.has(`${x} ${kind}`)) continue;
+    context.fillText(kind, left, box.top + 13 * row);
+    ends[row] = left + wide + 4;
+    written.add(`${x} ${kind}`);
+  }
+}
+
 function dot(context, x, y, radius) {
   context.beginPath();
   context.arc(x, y, radius, 0, 2 * Math.PI);
@@ -176,7 +222,9 @@ function metricLines(metric, stage, axis) {
     const [, size] = timeUnit(stage);
     const x = axis === "time" ? curves.time.map((seconds) => seconds / size) : curves.step;
     const resumed = curves.resumed.map((place) => x[place]);
-    return [{ label: run.name, run: index, x, y: values.mean, low: values.low, high: values.high, resumed, breaks: axis === "time" ? curves.resumed : [] }];
+    const guards = stage === "rl" ? run.guards.filter((guard) => guard.name === metric) : [];
+    const events = guards.length ? run.events.map((event) => ({ ...event, x: x[nearest(curves.step, event.step)] })) : [];
+    return [{ label: run.name, run: index, guards, events, x, y: values.mean, low: values.low, high: values.high, resumed, breaks: axis === "time" ? curves.resumed : [] }];
   });
 }
 
@@ -232,8 +280,9 @@ function curveText(chosen, total) {
   const points = Math.max(...runs.map((run) => run.curves[view.stage]?.step.length ?? 0));
   const grouped = rows > points ? ` ${count(rows)} steps are drawn as ${count(points)} points: the line is their mean, the band their least to greatest.` : "";
   const resumed = runs.some((run) => run.curves[view.stage]?.resumed.length) ? " A dotted upright line marks a resume." : "";
+  const guarded = runs.some((run) => run.guards.length) ? " The band of a guard is shaded; a mark at the foot is a publication, an upright line what else happened." : "";
   const time = view.axis === "time" ? ` Time is in ${{ s: "seconds", min: "minutes", h: "hours" }[timeUnit(view.stage)[0]]} since the run began.` : "";
-  return `${count(chosen)} of ${plural(total, "metric", "metrics")}.${grouped}${resumed}${time}`;
+  return `${count(chosen)} of ${plural(total, "metric", "metrics")}.${grouped}${resumed}${guarded}${time}`;
 }
 
 function areaNode(area, metrics, open) {

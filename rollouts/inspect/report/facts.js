@@ -100,12 +100,13 @@ function factsOf(run) {
   }).filter(([, text]) => text);
 }
 
-// The lines of updates.log in columns, those that a line has a value in.
-function updatesOf({ lines, total: all, torn }) {
+// The lines of updates.log in columns, those that a line has a value in; lines of words are events and stand elsewhere.
+function updatesOf({ lines: read, total: all, torn }, events) {
+  const lines = read.filter((line) => !/^\S+ {2}\S+ step \d+: /.test(line));
   const found = lines.map((line) => UPDATE.exec(line.trimEnd())).filter((match, at) => match && match[0] === lines[at].trimEnd()).map((match) => match.groups);
   const names = UPDATE_NAMES.filter((name) => found.some((row) => (row[name] ?? "-") !== "-"));
   const unread = lines.length - found.length;
-  return { columns: names.map((name) => name.replaceAll("_", " ")), lines: found.map((row) => names.map((name) => row[name] ?? "")), total: all - unread, unread: unread + torn };
+  return { columns: names.map((name) => name.replaceAll("_", " ")), lines: found.map((row) => names.map((name) => row[name] ?? "")), total: all - unread - Math.max(events.length, read.length - lines.length), unread: unread + torn };
 }
 
 function describeRun(run, index) {
@@ -123,6 +124,6 @@ function describeRun(run, index) {
   run.failures = { classes: run.failed, messages: run.messages, more: (run.messages[0]?.kinds ?? 0) - run.messages.length, dropped, trouble: run.trouble };
   run.tiles = tilesOf(run);
   run.facts = factsOf(run);
-  run.updates = updatesOf(run.updates);
+  run.updates = updatesOf(run.updates, run.events);
 }
 runs.forEach(describeRun);

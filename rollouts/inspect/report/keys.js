@@ -90,7 +90,7 @@ document.addEventListener("keydown", onKey);
 byId("theme").addEventListener("click", nextTheme);
 byId("help").addEventListener("click", () => byId("keys").showModal());
 
-for (const add of [addOverview, addDifferences, addCurves, addPhases, addSpreads, addFailures, addSamples, addEvaluations, addUpdates, addSettings]) add();
+for (const add of [addOverview, addDifferences, addGuardrails, addCurves, addPhases, addSpreads, addFailures, addSamples, addEvaluations, addUpdates, addSettings]) add();
 addContents();
 fillKeys();
 setTheme("auto");

@@ -29,11 +29,38 @@ function tileRows() {
   })]);
 }
 
-// A row for each stage; the name of a column of numbers begins with ">".
-function stageTable(run) {
-  const names = [...new Set(run.outcomes.flatMap(Object.keys))];
-  const columns = names.map((name) => [name.replace(">", ""), name.startsWith(">") ? "number" : ""]);
-  return table(columns, run.outcomes.map((row) => names.map((name) => (typeof row[name] === "number" ? count(row[name]) : row[name]))), { caption: "Stages" });
+const stageTable = (run) => rowTable(run.outcomes, { caption: "Stages" });
+
+// A table of rows as inspect prints them, captioned by their title: the name of a column of numbers begins with ">", that of a drawing with "|". `more`: of a row, its last cell.
+function rowTable(rows, { caption = titled(rows[0].title), more = null } = {}) {
+  const names = [...new Set(rows.flatMap(Object.keys))].filter((name) => name !== "title");
+  const columns = names.map((name) => [name.replace(/[>|]/, ""), name.startsWith(">") ? "number" : name.startsWith("|") ? "course" : name.startsWith("parts") || name === "words" ? "wrap" : "line"]);
+  const cells = rows.map((row) => [...names.map((name) => (typeof row[name] === "number" ? count(row[name]) : row[name])), ...(more ? [more(row)] : [])]);
+  return table(more ? [...columns, ["", ""]] : columns, cells, { caption, tall: rows.length > 20 });
+}
+
+// The guards of the runs that have any, the newest of what happened first, and the samples that moved the weights most.
+function addGuardrails() {
+  const kept = runs.map((run, index) => [run, index]).filter(([run]) => run.guardrails.length || run.events.length || run.mattered.length);
+  if (!kept.length) return;
+  addSection("guardrails", "Guardrails", kept.flatMap(([run, index]) => {
+    const message = (row) => ({ stage: row.stage, step: row[">step"], sample: row.id });
+    const show = (row) => hasSample(index, message(row)) && el("button", { type: "button", class: "plain", onclick: () => showSample(index, message(row)) }, "show it");
+    const events = run.events.toReversed().map(({ time, stage, step, words }) => ({ time, stage, ">step": step, words }));
+    return [
+      several && el("h3", {}, run.name),
+      run.guardrails.length > 0 && rowTable(run.guardrails),
+      guardCharts(run, index),
+      events.length > 0 && rowTable(events, { caption: "What happened, the newest first" }),
+      run.mattered.length > 0 && rowTable(run.mattered, { more: show }),
+    ];
+  }));
+}
+
+// The curves of the guarded metrics of a run, over its steps.
+function guardCharts(run, index) {
+  const names = [...new Set(run.guardrails.map((row) => row.guard))];
+  return names.length > 0 && el("div", { class: "charts" }, names.map((title) => lineChart({ title, axis: "step", lines: metricLines(title, "rl", "step").filter((line) => line.run === index) })));
 }
 
 function addDifferences() {

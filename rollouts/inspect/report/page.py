@@ -18,6 +18,7 @@ import numpy as np
 
 from rollouts import __version__
 from rollouts.errors import RecordError
+from rollouts.inspect.guardrails import GUARDRAILS, MATTERED, load_guardrails, read_log
 from rollouts.inspect.record import (
     DROPPED,
     OUTCOMES,
@@ -30,7 +31,7 @@ from rollouts.inspect.record import (
 )
 from rollouts.inspect.samples import find_updates, list_turns, read_tokens
 from rollouts.run_dir import describe_activity, find_activity, replace_file
-from rollouts.types import encode_json
+from rollouts.types import Fields, encode_json
 
 # --- samples ------------------------------------------------------------------------------------------------
 
@@ -162,7 +163,7 @@ METRICS = """COLUMNS(* EXCLUDE (
 # over twentieths of the run's steps
 FAILED = """
     SELECT name[6:] AS name, sum(total)::BIGINT AS total, sum(steps)::BIGINT AS steps, min(first) AS first,
-        max(last) AS last, list({{'part': part, 'samples': total}}) AS spread
+        max(last) AS last, list({'part': part, 'samples': total}) AS spread
     FROM (SELECT name, part, sum(value) AS total, count(*) AS steps, min(step) AS first, max(step) AS last
         FROM points JOIN (
             SELECT rowid AS place, (row_number() OVER () - 1) * 20 // count(*) OVER () AS part
@@ -203,6 +204,10 @@ SPREADS = """
         any_value(if(name = 'lag', most > 11, most > top)) AS more
     FROM counted JOIN tops USING (stage, name)
     WHERE NOT (name = 'lag' AND starts_with(stage, 'eval-')) GROUP BY stage, name"""
+# the newest of what updates.log says in words
+EVENTS = f"""
+    SELECT stage, step, time, kind, left(words, {LINE_CHARS}) AS words
+    FROM (FROM events ORDER BY place DESC LIMIT {NEWEST_LINES}) ORDER BY place"""
 TABLES = {
     "stages": "FROM stages",
     "totals": "FROM totals",
@@ -212,9 +217,13 @@ TABLES = {
     "lows": CURVES.format(value=f"min({METRICS})"),
     "highs": CURVES.format(value=f"max({METRICS})"),
     "phases": CURVES.format(value="sum(COLUMNS('^(time/.*|no metric)$')) / count(*)"),  # absent ones are 0
-    "failed": FAILED.format(),
+    "failed": FAILED,
     "dropped": DROPPED,
     "trouble": TROUBLE,
+    "guardrails": GUARDRAILS,
+    "guards": "SELECT name, low, high, band FROM guards",
+    "events": EVENTS,
+    "mattered": MATTERED,
     "messages": f"SELECT *, count(*) OVER () AS kinds FROM messages LIMIT {MESSAGES}",
     "spreads": SPREADS,
     "evaluations": "SELECT * EXCLUDE (schema, attempt) FROM evaluations_held ORDER BY rowid",
@@ -223,15 +232,16 @@ TABLES = {
 }
 
 
-def gather_run(record: Record, name: str = "", *, share: float) -> tuple[dict[str, Any], list[str]]:
+def gather_run(record: Record, name: str = "", *, share: float) -> tuple[Fields, list[str]]:
     """(everything of a run that the page says of it, its samples as JSON texts), in this share of the page.
     The record must have its points.
     """
     load_facts(record, BYTES)
+    text = read_log(record)
+    load_guardrails(record, text)
     record.execute(PLACED.format(most=POINTS, values=int(share * CURVE_VALUES)))
     tables = {table: record.rows(sql) for table, sql in TABLES.items()}
-    activity, log = find_activity(record.run_dir), record.run_dir.updates_log
-    text = log.read_text("utf-8", "replace") if log.exists() else ""
+    activity = find_activity(record.run_dir)
     *lines, torn = text.split("\n")
     samples = gather_samples(record, int(share * SAMPLE_BYTES), [row["place"] for row in tables["messages"]])
     return tables | {

@@ -10,8 +10,6 @@ CachedDecoder      one token per row and step, with the model's own cache
 RecomputeDecoder   the whole sequence of every row at every step, for every causal model
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,11 +26,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rollouts.errors import ModelError
 from rollouts.losses.logprobs import widen
+from rollouts.models.devices import autocast, unrounded
 from rollouts.models.draws import sample_tokens
 from rollouts.models.forward_plan import OWN_TILE, decoder_answers
 from rollouts.models.layers import evaluation_mode, uncompiled
 from rollouts.models.lora import Adapter, route_all, use_adapters
-from rollouts.types import GenerateRequest, IntArray, TokenScores
+from rollouts.models.packed_attention import register_packed_attention
+from rollouts.types import Fields, GenerateRequest, IntArray, TokenScores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,10 +46,8 @@ TRANSPOSE_BLOCK = 512  # tokens of the vocabulary
 SHORTEST = 64  # positions of a recorded step
 
 # of a body, its layers and their attention
-PARTS = {
-    "embed_tokens", "layers", "norm", "rotary_emb", "self_attn", "mlp", "input_layernorm",
-    "post_attention_layernorm", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm",
-}  # fmt: skip
+PARTS = """embed_tokens layers norm rotary_emb self_attn mlp input_layernorm post_attention_layernorm
+    q_proj k_proj v_proj o_proj q_norm k_norm"""
 SOFT_CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
@@ -62,7 +60,9 @@ class FastDecoder:
     is stale but finite (buffers start as zeros), so a mask is enough to leave it out.
     """
 
-    def __init__(self, whole: WholeModel, *, max_rows: int, max_context: int, compiled: bool = False) -> None:
+    def __init__(
+        self, whole: "WholeModel", *, max_rows: int, max_context: int, compiled: bool = False
+    ) -> None:
         """Raises ModelError for what it cannot run: no Llama-like layers, attention that is not full, capped
         logits.
         """
@@ -78,6 +78,7 @@ class FastDecoder:
         self._by_columns = (
             whole.device.type == "cpu"
             and whole.dtype == torch.float32
+            and whole.is_exact  # bfloat16 is brought into its own order anyway
             and torch.backends.mkldnn.is_available()
             # the operator that torch's compiler uses
             and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -145,6 +146,8 @@ class FastDecoder:
         states = self._body.embed_tokens(ids)
         states = states.t().contiguous().t() if by_columns else states
         cos, sin = (part[0, :, None] for part in self._body.rotary_emb(states, positions[None]))  # [B, 1, D]
+        attend: Any = scaled_dot_product_attention
+        attend = attend if ids.is_cuda else unrounded(attend)
         half = self._head_dim // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         hidden = torch.arange(length, device=ids.device) > positions[:, None, None, None]
@@ -170,9 +173,7 @@ class FastDecoder:
             # is repeated in memory
             queries = queries.to(buffers.dtype).view(count, self._num_kv_heads, -1, self._head_dim)
             keys, values = buffers[:, :count, :, :length]
-            attended = scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, scale=self._scaling
-            )
+            attended = attend(queries, keys, values, attn_mask=mask, scale=self._scaling)
             states = states + linear(attention.o_proj, attended.reshape(count, -1))
             mlp, normed = layer.mlp, layer.post_attention_layernorm(states)
             if gated:
@@ -257,7 +258,7 @@ def _check(model: Any, *, max_context: int) -> None:
     windowed = "sliding_attention" in kinds or (window and not kinds)
     caps = [name for name in SOFT_CAPS if getattr(config, name, None) is not None]
     modules = (model.model, *layers, *(layer.self_attn for layer in layers))
-    others = {name for module in modules for name in _children(module)} - PARTS
+    others = {name for module in modules for name in _children(module)} - {*PARTS.split()}
     rules = {
         f"config.layer_types has {sorted(kinds)}": kinds - {"full_attention", "sliding_attention"},
         f"config.sliding_window={window} is shorter than the context of {max_context} tokens (with"
@@ -288,7 +289,7 @@ class WholeModel:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: "PreTrainedModel",
         autocast_dtype: torch.dtype | None,
         adapter: Adapter | None = None,
     ) -> None:
@@ -296,19 +297,20 @@ class WholeModel:
         self.parameters = frozenset(inspect.signature(model.forward).parameters)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.device = next(model.parameters()).device
-        self.dtype = autocast_dtype or model.dtype
-        self.is_exact = self.dtype in (torch.float32, torch.float64)  # to rounding, for every token
+        self.dtype = autocast_dtype if autocast_dtype and self.device.type != "cpu" else model.dtype
+        # to rounding, for every token
+        self.is_exact = (autocast_dtype or model.dtype) in (torch.float32, torch.float64)
         self._autocast_dtype = autocast_dtype
+        register_packed_attention()  # whose attention is unrounded
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Inference mode, with the model as it is when log-probs are computed. One for many steps: autocast
-        converts the weights once per context.
+        """Inference mode, with the model as it is when log-probs are computed. One for many steps: a GPU's
+        autocast converts the weights once per context.
         """
-        dtype = self._autocast_dtype
-        autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
         routing = use_adapters(self.model, route_all(self.adapter))
-        with torch.inference_mode(), autocast, evaluation_mode(self.model), routing:
+        casting = autocast(self._autocast_dtype, self.device)
+        with torch.inference_mode(), casting, evaluation_mode(self.model), routing:
             yield
 
     def to_device(self, values: np.ndarray[Any, Any]) -> Tensor:
@@ -341,7 +343,7 @@ class WholeModel:
             yield places, logits
 
 
-def score_prompt(whole: WholeModel, request: GenerateRequest, draw: NDArray[np.void]) -> dict[str, Any]:
+def score_prompt(whole: WholeModel, request: GenerateRequest, draw: NDArray[np.void]) -> Fields:
     """The fields of a Completion that answer what the request asks of its prompt. `draw`: how it samples; see
     rollouts.models.draws.
     """
