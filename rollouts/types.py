@@ -369,9 +369,8 @@ class Completion:
     # [n, k] likeliest first, of the distribution sampled from: −infinity of what top_k and top_p left out
     top_log_probs: TokenScores | None = None
     prompt_top: TokenScores | None = None  # [prompt length − 1, k] likeliest first
-    prompt_targets: FloatArray | None = (
-        None  # [prompt length − 1, K] nats, NaN where nothing was to be scored
-    )
+    # [prompt length − 1, K] nats, NaN where nothing was to be scored
+    prompt_targets: FloatArray | None = None
     prompt_draws: TokenScores | None = None  # [prompt length − 1, K] of the distribution drawn from
 
 
@@ -407,9 +406,7 @@ class RewardResult:
 
 
 class FilterDecision(NamedTuple):
-    """Whether a group trains. A dropped group says why: a short name that metrics count by, and a
-    sentence.
-    """
+    """Whether a group trains; a dropped one says why: a short name to count by, and a sentence."""
 
     keep: bool
     reason: str = ""  # lower_snake name; empty when kept
@@ -457,9 +454,7 @@ class OptimParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenArrays:
-    """What an update saw of each token: one array [T_i] per row of its batch, 0.0 where the mask is 0 and in
-    a row that was left out.
-    """
+    """What an update saw of each token: one array [T_i] per row, 0.0 where nothing trains."""
 
     log_probs: FloatRows  # nats: the trainer's own at this update; of a scalar head its values
     # d(sum / denominator) / d(log-prob): the part of the loss's derivative that goes through the token
