@@ -12,6 +12,8 @@ appended to, by one attempt; the oldest shards are removed when all together are
 Arrays, rows and lines are made where they are written, off the event loop.
 """
 
+import functools
+import json
 import logging
 import math
 import os
@@ -77,14 +79,24 @@ def encode_blocks(update: UpdateRecord) -> Iterator[bytes]:
     """The block of each row of the update's batch."""
     columns = collect_columns(update)
     ids = [sample.id for sample in update.batch.samples] or [""] * len(update.batch.tokens)
+    names = tuple(columns)
     for id_, *row in zip(ids, *columns.values(), strict=True):
-        body = safetensors.numpy.save(
-            {
-                name: np.asarray(values, TYPES.get(name, "<f4"))
-                for name, values in zip(columns, row, strict=True)
-            }
-        )
-        yield PREFIX.pack(len(body), zlib.crc32(body, zlib.crc32(id_.encode()))) + body
+        head, places = _lay_out(names, len(row[0]))
+        kinds = ((row[place], TYPES.get(names[place], "<f4")) for place in places)
+        parts = (head, *(np.ascontiguousarray(values, kind) for values, kind in kinds))
+        crc = functools.reduce(lambda crc, part: zlib.crc32(part, crc), parts, zlib.crc32(id_.encode()))
+        yield b"".join((PREFIX.pack(len(head) + sum(part.nbytes for part in parts[1:]), crc), *parts))
+
+
+@functools.lru_cache(4096)
+def _lay_out(names: tuple[str, ...], length: int) -> tuple[bytes, Sequence[int]]:
+    """What safetensors of [length] of each column begin with, and in which order they hold the columns: the
+    library takes eight times as long to make one as to append these bytes.
+    """
+    blank = safetensors.numpy.save({name: np.zeros(length, TYPES.get(name, "<f4")) for name in names})
+    end = 8 + int.from_bytes(blank[:8], "little")
+    found = json.loads(blank[8:end])
+    return blank[:end], sorted(range(len(names)), key=lambda place: found[names[place]]["data_offsets"])
 
 
 def collect_columns(update: UpdateRecord) -> dict[str, Sequence[Array]]:

@@ -112,9 +112,13 @@ def _check_trains(
     strange = versions[(versions < 0) | (versions > newest)] if trains else ()
     foreign: Any = ()
     if trains and made is not None:
-        given = {row for one in made for row in _made_rows(one.token_ids, one.log_probs, one.weight_versions)}
-        own = _made_rows(sample.tokens[mask], log_probs, versions)
-        foreign = [row[0] for row in own if row not in given]
+        parts = [(one.token_ids, one.log_probs, one.weight_versions) for one in made]
+        own = sample.tokens[mask], log_probs, versions
+        whole = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        # what was answered, in its order, is the rule; rows are looked up where it is not
+        if not (whole and all(map(np.array_equal, own, whole))):
+            given = {row for part in parts for row in _made_rows(*part)}
+            foreign = [row[0] for row in _made_rows(*own) if row not in given]
     for rule, broken in {
         "status is still pending; set completed, truncated, aborted or failed": (
             sample.status is Status.PENDING
