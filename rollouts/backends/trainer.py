@@ -420,14 +420,14 @@ class Trainer:
                 self.optimizer.step()
             finally:
                 self.optimizer.param_groups = groups
+                # a fused step does not count as a change, which an engine with these weights looks for
+                torch.autograd.graph.increment_version(one for group in groups for one in group["params"])
             reach("train.after_optim_step")
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
     def hold(self, _: None) -> None:
-        """Copies what the optimizer changes, on its own device, in place of the copy before. Does not
-        communicate.
-        """
+        """Copies what the optimizer changes, on its own device, in place of the last. No communication."""
         self._held = None  # its memory is free for the next one
         weights = {
             weight: get_local(weight).clone()

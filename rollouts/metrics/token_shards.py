@@ -83,9 +83,8 @@ def encode_blocks(update: UpdateRecord) -> Iterator[bytes]:
     for id_, *row in zip(ids, *columns.values(), strict=True):
         head, places = _lay_out(names, len(row[0]))
         kinds = ((row[place], TYPES.get(names[place], "<f4")) for place in places)
-        parts = (head, *(np.ascontiguousarray(values, kind) for values, kind in kinds))
-        crc = functools.reduce(lambda crc, part: zlib.crc32(part, crc), parts, zlib.crc32(id_.encode()))
-        yield b"".join((PREFIX.pack(len(head) + sum(part.nbytes for part in parts[1:]), crc), *parts))
+        body = b"".join((head, *(np.asarray(values, kind).tobytes() for values, kind in kinds)))
+        yield PREFIX.pack(len(body), zlib.crc32(body, zlib.crc32(id_.encode()))) + body
 
 
 @functools.lru_cache(4096)

@@ -18,6 +18,7 @@ from rollouts.errors import EngineError, ModelError, RequestRefused
 from rollouts.models.decoding import decoder
 from rollouts.models.decoding.batch import DecodeBatch, Row, open_decoder
 from rollouts.models.decoding.decoder import FastDecoder, WholeModel
+from rollouts.models.devices import measure_rounding
 from rollouts.models.draws import make_draw
 from rollouts.testing.engine_contracts import check_bad_snapshots_change_nothing, make_request
 from tests.support.plain_backend import score_completion
@@ -292,6 +293,40 @@ async def test_work_of_others_runs_between_the_steps_of_a_long_generation():
             await thread.submit(lambda: steps.append(engine.statistics()["decode_steps"]))
         assert np.diff(steps).max() <= 32
         assert steps[-1] < 99  # else the others were not served before the generation had ended
+
+
+@pytest.mark.skipif(not measure_rounding()[0], reason="this CPU multiplies no bfloat16")
+@pytest.mark.parametrize("change", ["none", "step", "swapped twice"])
+def test_packed_weights_are_those_of_now(change: str):
+    model = make_model("Qwen2", initializer_range=0.1)  # whose products have biases
+    whole = WholeModel(model, torch.bfloat16)
+    batch = DecodeBatch(whole, FastDecoder(whole, max_rows=12, max_context=160), "fast", {})
+
+    def decode(packs: bool) -> torch.Tensor:
+        assert isinstance(batch.decoder, FastDecoder) and batch.decoder._packs
+        with whole.computing(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batch.decoder, "_packs", packs)
+            batch.decoder.drop()
+            batch.decoder.prefill([np.arange(1, 9)] * 3)
+            return batch.decoder.decode(np.array([3, 4, 5]), np.full(3, 8))
+
+    before = decode(True)
+    if change == "step":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+        optimizer.step()
+        never = dict.fromkeys(("interrupted", "others_wait"), lambda: False)
+        batch.run(admit=[], version=1, decode=False, **never)
+    for seed in (1, 2) if change == "swapped twice" else ():  # the first memory again
+        weights = StagedWeights(model)
+        weights.begin()
+        weights.add(list(make_model("Qwen2", seed=seed, initializer_range=0.1).state_dict().items()))
+        weights.apply()
+        batch.note_new_weights()
+    after, rounded = decode(True), decode(False)
+    assert after.dtype == torch.float32
+    assert 0 < (after - rounded).abs().max() < 0.02 * rounded.abs().max()
+    assert (change == "none") == torch.equal(before, after)
 
 
 @cases("dtype", [torch.float32, torch.bfloat16])

@@ -14,16 +14,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollouts import errors
 from rollouts.config.tables import OptimConfig
+from rollouts.engines.local.engine import open_local_engine
 from rollouts.errors import BackendError
 from rollouts.loops.updates import work_metrics
 from rollouts.losses import LossOutput
 from rollouts.losses.inputs import reduce_loss
+from rollouts.models.devices import measure_rounding
 from rollouts.models.layers import make_probing_directions
 from rollouts.testing import torch_contracts as contract
+from rollouts.testing.engine_contracts import make_request
 from rollouts.testing.torch_contracts import SFT, assert_weights_equal, make_batch
 from rollouts.types import LossSpec, Mean, OptimParams
 from tests.support import backend_checks, plain_backend
-from tests.support.plain_backend import assert_gradients_close, take_gradients
+from tests.support.plain_backend import assert_gradients_close, score_completion, take_gradients
 from tests.support.text_tables import cases, read_cells, read_params
 
 torch.set_num_threads(1)
@@ -155,6 +158,21 @@ async def test_bfloat16_autocast_stays_close_to_float32():
     assert np.abs(rows[0] - rows[1]).max() < 0.3
     assert products == ["none"] * 2 + ["bf16"] * 2  # forward and backward
     assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # as it was
+
+
+@pytest.mark.skipif(not measure_rounding()[0], reason="this CPU multiplies no bfloat16")
+async def test_an_engine_with_its_weights_sees_each_step_though_no_version_is_named():
+    """As while SFT evaluates: what the engine packed of the weights is packed anew."""
+    async with open_backend(autocast_dtype=torch.bfloat16) as backend:
+        options = {"mode": "shared", "trainer_version": lambda: 0, "autocast_dtype": torch.bfloat16}
+        async with open_local_engine(backend.model, device_thread=backend.device_thread, **options) as engine:
+            request = make_request(prompt=(3, 4), max_new_tokens=9)
+            before = await engine.generate(request)
+            await backend.forward_backward(make_batch(), SFT)
+            await backend.optim_step(OptimParams(lr=0.1))
+            after = await engine.generate(request)
+        own = score_completion(backend.model, request, after)
+    assert np.abs(after.log_probs - own).mean() < 0.25 < np.abs(before.log_probs - own).mean()
 
 
 @cases("share: no yes")

@@ -75,14 +75,15 @@ class FastDecoder:
         self._normed = "q_norm" in _children(attention)  # over each head's D values
         # down(act(gate) * up)
         self._gated = [_children(layer.mlp) == MLP_PARTS for layer in self._body.layers]
-        self._by_columns = (
+        # by the operators that torch's compiler uses
+        ordered = (
             whole.device.type == "cpu"
             and whole.dtype == torch.float32
-            and whole.is_exact  # bfloat16 is brought into its own order anyway
             and torch.backends.mkldnn.is_available()
-            # the operator that torch's compiler uses
-            and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+            and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         )
+        self._by_columns, self._packs = ordered and whole.is_exact, ordered and not whole.is_exact
+        self._packed: dict[tuple[nn.Linear, ...], tuple[list[int], Tensor]] = {}
         self.mixes = all(self._gated)  # experts are handed all rows as one
         self._max_rows, self._max_context, self._compiled = max_rows, max_context, compiled
         self.drop()
@@ -142,7 +143,7 @@ class FastDecoder:
 
     def _decode(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
         count, by_columns = len(ids), self._by_columns and len(ids) >= COLUMN_ROWS
-        linear = _linear_by_columns if by_columns else nn.Module.__call__
+        linear = self._multiply if by_columns or self._packs else _call
         states = self._body.embed_tokens(ids)
         states = states.t().contiguous().t() if by_columns else states
         cos, sin = (part[0, :, None] for part in self._body.rotary_emb(states, positions[None]))  # [B, 1, D]
@@ -157,10 +158,8 @@ class FastDecoder:
         places = (heads * self._kv[0].shape[3] + positions[:, None]).view(-1)
         for layer, gated, buffers in zip(self._body.layers, self._gated, self._kv, strict=True):
             attention, normed = layer.self_attn, layer.input_layernorm(states)
-            queries, keys, values = (
-                linear(part, normed).view(count, -1, self._head_dim)
-                for part in (attention.q_proj, attention.k_proj, attention.v_proj)
-            )
+            three = linear(normed, attention.q_proj, attention.k_proj, attention.v_proj)
+            queries, keys, values = (part.view(count, -1, self._head_dim) for part in three)
             if self._normed:
                 queries, keys = attention.q_norm(queries), attention.k_norm(keys)
             both = torch.cat((queries, keys), dim=1)
@@ -174,23 +173,61 @@ class FastDecoder:
             queries = queries.to(buffers.dtype).view(count, self._num_kv_heads, -1, self._head_dim)
             keys, values = buffers[:, :count, :, :length]
             attended = attend(queries, keys, values, attn_mask=mask, scale=self._scaling)
-            states = states + linear(attention.o_proj, attended.reshape(count, -1))
+            states = states + linear(attended.reshape(count, -1), attention.o_proj)[0]
             mlp, normed = layer.mlp, layer.post_attention_layernorm(states)
             if gated:
-                gate = mlp.act_fn(linear(mlp.gate_proj, normed))
-                fed = linear(mlp.down_proj, gate * linear(mlp.up_proj, normed))
+                gate, up = linear(normed, mlp.gate_proj, mlp.up_proj)
+                fed = linear(mlp.act_fn(gate) * up, mlp.down_proj)[0]
             else:
                 fed = mlp(normed.contiguous()[None])[0]  # experts want [N, S, hidden]
             states = states + fed
-        logits = linear(self._head, self._body.norm(states))
         if not by_columns:
-            return logits
+            return self._head(self._body.norm(states))
+        logits = linear(self._body.norm(states), self._head)[0]
         # by rows in memory, in blocks that stay in the cache: torch's own copy takes up to three times as
         # long
         rows = torch.empty(logits.shape, dtype=logits.dtype)
         for start in range(0, logits.shape[1], TRANSPOSE_BLOCK):
             rows[:, start : start + TRANSPOSE_BLOCK] = logits[:, start : start + TRANSPOSE_BLOCK]
         return rows
+
+    def _multiply(self, states: Tensor, *parts: nn.Linear) -> list[Tensor]:
+        """part(states) of each, for states [B, in] in any order of memory: by columns, so that the results'
+        transposes are contiguous, or by packed weights, which give bfloat16.
+        """
+        if any(type(part) is not nn.Linear or part._forward_pre_hooks for part in parts):
+            return _call(states, *parts)
+        product: Any = torch.ops.mkldnn._linear_pointwise
+        plain = None, "none", [], ""
+        if self._packs:
+            both = product(states.bfloat16(), self._pack(parts), *plain)
+            outputs = both.split([len(part.weight) for part in parts], dim=1)
+        else:
+            outputs = [product(part.weight, states, *plain).t() for part in parts]  # weight @ states.t()
+        found = []
+        part: Any
+        for part, output in zip(parts, outputs, strict=True):
+            output = output if part.bias is None else output + part.bias
+            for hook in part._forward_hooks.values():  # what adapters add
+                changed = hook(part, (states,), output)
+                output = output if changed is None else changed
+            found.append(output)
+        return found
+
+    def _pack(self, parts: tuple[nn.Linear, ...]) -> Tensor:
+        """Their weights as one, in bfloat16 and in oneDNN's own order, made anew when one has changed, where
+        torch counts that: a fused optimizer's step it does not count.
+        """
+        weights = [part.weight for part in parts]
+        state = [number for one in weights for number in (one.data_ptr(), one._version)]
+        if self._packed.get(parts, ((), None))[0] != state:
+            whole = torch.cat([one.detach().bfloat16() for one in weights])
+            self._packed[parts] = state, torch.ops.mkldnn._reorder_linear_weight(whole)
+        return self._packed[parts][1]
+
+    def forget_weights(self) -> None:
+        """They may have changed without torch's notice."""
+        self._packed.clear()
 
     def select(self, rows: IntArray, length: int) -> None:
         """Row i is from now on what row rows[i] was, up to `length` positions; there are no others."""
@@ -235,17 +272,8 @@ def _round_up(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
-def _linear_by_columns(module: nn.Module, states: Tensor) -> Tensor:
-    """module(states) for states [B, in] in any order of memory; the result's transpose is contiguous."""
-    if type(module) is not nn.Linear or module._forward_pre_hooks:
-        return module(states)
-    # weight @ states.t()
-    columns = torch.ops.mkldnn._linear_pointwise(module.weight, states, None, "none", [], "")
-    output = columns.t() if module.bias is None else columns.add_(module.bias[:, None]).t()
-    for hook in module._forward_hooks.values():  # what adapters add
-        changed = hook(module, (states,), output)
-        output = output if changed is None else changed
-    return output
+def _call(states: Tensor, *parts: nn.Linear) -> list[Tensor]:
+    return [part(states) for part in parts]
 
 
 def _check(model: Any, *, max_context: int) -> None:
