@@ -2,11 +2,12 @@
 and forced response lengths.
 
     python -m benchmarks.engine_cpu [--quick] [--threads 2] [--vllm-python .venv-vllm/bin/python]
-    [--vllm-eager] [--only generate]
+    [--vllm-eager] [--only generate] [--prompts 8] [--samples 8] [--precision float32]
 
 P prompts x G samples, prompts of 64 tokens, response lengths lognormal around 45 (sigma 0.65), clipped to
-16..128, no stop tokens, temperature 1, float32. Every side is credited with the forced lengths. All take
-turns in the order A B C D D C B A.
+16..128, no stop tokens, temperature 1. In bfloat16 the peers' weights are that, and the engine does what it
+does where a run's products are rounded; its log-probs then have no target. Every side is credited with the
+forced lengths. All take turns in the order A B C D D C B A.
 
     generate        one padded batch, decoded to the longest, as it must be; it returns no log-probs
     generate_batch  continuous batching of transformers, with log-probs
@@ -16,7 +17,8 @@ turns in the order A B C D D C B A.
 All processes are pinned to the same `--threads` cores, so tokens per second and core compare as the wall
 times do. The engine's log-probs are compared with the model's own before anything is timed.
 `fraction_of_gemm`: 2 floating point operations a weight and token, against the rate of a 1536 x 1536 x 1536
-product in the same run. Targets: ratio_generate >= 3, ratio_vllm_per_core >= 0.8, log_prob_difference_max <=
+product, rounded likewise, in the same run. `engine_busy`: CPU time of the engine's turns over their wall time
+and the cores. Targets: ratio_generate >= 3, ratio_vllm_per_core >= 0.8, log_prob_difference_max <=
 1e-4 nats. A peer that cannot run is None, and why is printed.
 """
 
@@ -31,6 +33,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +42,11 @@ import torch
 import trio
 from transformers import GenerationConfig, PreTrainedModel
 
-from benchmarks.forced_lengths import run_engine, run_generate
+from benchmarks.forced_lengths import copy_in, run_engine, run_generate
 from benchmarks.harness import Turn, compute_ratio, finish, make_parser, measure_gemm_rate
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.engines.local import LocalEngine, open_local_engine
+from rollouts.models.devices import rounding_products
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.types import Completion, IntArray
 
@@ -147,7 +151,7 @@ async def take_device_turn(device_thread: DeviceThread, work: Callable[[], None]
 
 @asynccontextmanager
 async def open_vllm(
-    python: Path, model: Path, workload: Workload, *, threads: int, eager: bool
+    python: Path, model: Path, workload: Workload, *, threads: int, eager: bool, dtype: str
 ) -> AsyncIterator[tuple[Side, str] | str]:
     """A side that runs vLLM, and its version; or why there is none."""
     if not python.is_file():
@@ -169,6 +173,7 @@ async def open_vllm(
                 {
                     "prompts": [prompt for prompt, _ in workload.rows()],
                     "lengths": [length for _, length in workload.rows()],
+                    "dtype": dtype,
                 }
             )
         )
@@ -225,7 +230,7 @@ async def ask(process: trio.Process, line: str) -> dict[str, Any]:
 
 
 def compute_difference(model: PreTrainedModel, workload: Workload, completions: list[Completion]) -> float:
-    """Largest |engine - model| log-prob in nats over every eighth completion."""
+    """Largest |engine - model's own in float32| log-prob in nats over every eighth completion."""
     worst = 0.0
     for index, (prompt, length) in list(enumerate(workload.rows()))[::8]:
         assert len(completions[index].token_ids) == length
@@ -264,6 +269,32 @@ async def take_engine_turn(engine: LocalEngine, workload: Workload) -> Turn:
     return Turn(time.perf_counter() - wall, time.process_time() - cpu)
 
 
+def measure_products(rounded: torch.dtype | None) -> float:
+    """Floating point operations a second, of products rounded to that."""
+    with rounding_products(rounded, torch.device("cpu")):
+        return measure_gemm_rate(1536)
+
+
+async def find_sides(
+    peers: list[str], model: PreTrainedModel, workload: Workload, device_thread: DeviceThread
+) -> dict[str, Side]:
+    """The sides of transformers that are asked for and run."""
+    sides: dict[str, Side] = {}
+    if "generate" in peers:
+        sides["generate"] = lambda: take_device_turn(device_thread, lambda: run_padded(model, workload))
+    if "generate_batch" in peers:
+        own = copy.deepcopy(model)  # whose attention it exchanges
+        batching: Side = lambda: take_device_turn(  # noqa: E731
+            device_thread, lambda: run_generate_batch(own, workload)
+        )
+        try:
+            await batching()
+            sides["generate_batch"] = batching
+        except Exception as error:  # it was made for GPUs
+            print(f"generate_batch does not run here: {type(error).__name__}: {error}")
+    return sides
+
+
 async def measure(arguments: argparse.Namespace) -> int:
     cores = sorted(os.sched_getaffinity(0))[: arguments.threads]
     os.sched_setaffinity(0, cores)
@@ -271,35 +302,33 @@ async def measure(arguments: argparse.Namespace) -> int:
     peers = [name for name in PEERS if name in arguments.only]
     path = resolve_model(arguments.model)
     model: PreTrainedModel = load_hf_model(path)
-    samples, rounds = (4, 1) if arguments.quick else (8, arguments.rounds)
-    workload = make_workload(num_prompts=samples, samples=samples, vocab_size=model.config.vocab_size)
+    prompts, samples, rounds = (
+        (4, 4, 1) if arguments.quick else (arguments.prompts, arguments.samples, arguments.rounds)
+    )
+    workload = make_workload(num_prompts=prompts, samples=samples, vocab_size=model.config.vocab_size)
+    rounded = torch.bfloat16 if arguments.precision == "bfloat16" else None
+    plain = copy_in(model, rounded) if rounded else model
     turns: dict[str, list[Turn]] = {}
     version = None
     async with (
         open_device_thread(name="benchmark", torch_threads=arguments.threads) as device_thread,
         open_local_engine(
-            model, device_thread=device_thread, mode="shared", trainer_version=lambda: 0
+            model,
+            device_thread=device_thread,
+            mode="shared",
+            trainer_version=lambda: 0,
+            autocast_dtype=rounded,
         ) as engine,
         open_peers(peers, path, workload, arguments) as vllm,
     ):
         completions = await run_engine(engine, *workload.requests(), "compared")
         difference = await device_thread.submit(lambda: compute_difference(model, workload, completions))
-        assert difference <= 1e-3, f"the engine's log-probs are not the model's: {difference:.3g} nats"
-        gemm_rate = await device_thread.submit(lambda: measure_gemm_rate(1536))
+        limit = 1.0 if rounded else 1e-3
+        assert difference <= limit, f"the engine's log-probs are not the model's: {difference:.3g} nats"
 
-        sides: dict[str, Side] = {"engine": lambda: take_engine_turn(engine, workload)}
-        if "generate" in peers:
-            sides["generate"] = lambda: take_device_turn(device_thread, lambda: run_padded(model, workload))
-        if "generate_batch" in peers:
-            own = copy.deepcopy(model)  # whose attention it exchanges
-            batching: Side = lambda: take_device_turn(  # noqa: E731
-                device_thread, lambda: run_generate_batch(own, workload)
-            )
-            try:
-                await batching()
-                sides["generate_batch"] = batching
-            except Exception as error:  # it was made for GPUs
-                print(f"generate_batch does not run here: {type(error).__name__}: {error}")
+        gemm_rate = await device_thread.submit(partial(measure_products, rounded))
+        sides = {"engine": lambda: take_engine_turn(engine, workload)}
+        sides |= await find_sides(peers, plain, workload, device_thread)
         if isinstance(vllm, tuple):
             sides["vllm"], version = vllm
         for number in range(rounds):
@@ -308,8 +337,9 @@ async def measure(arguments: argparse.Namespace) -> int:
                 took = f"{turn.wall_s:7.2f} s wall {turn.cpu_s:7.2f} s CPU"
                 print(f"round {number}: {name:15s} {took}", flush=True)
         computed = engine.statistics()["prefill_tokens"]
-    needed = 2 * sum(value.numel() for value in model.parameters())  # operations a token
-    needed *= workload.tokens + workload.prompts.size
+    weights = sum(value.numel() for value in model.parameters())
+    needed = 2 * weights * (workload.tokens + workload.prompts.size)  # operations
+    busy = [turn.cpu_s / turn.wall_s / len(cores) for turn in turns["engine"]]
     engine_s = float(np.median([turn.wall_s for turn in turns["engine"]]))
     metrics: dict[str, float | str | None] = {
         "model": arguments.model,
@@ -318,7 +348,9 @@ async def measure(arguments: argparse.Namespace) -> int:
         "tokens": workload.tokens,
         "threads": arguments.threads,
         **summarise(turns, workload, len(cores)),
-        "log_prob_difference_max": difference,
+        "precision": arguments.precision,
+        "engine_busy": round(float(np.median(busy)), 3),
+        "log_prob_difference_max": None if rounded else difference,
         "gemm_gflops": round(gemm_rate / 1e9, 1),
         "fraction_of_gemm": round(needed / engine_s / gemm_rate, 3),
         "prefill_tokens": computed,
@@ -340,6 +372,7 @@ async def open_peers(
         workload,
         threads=arguments.threads,
         eager=arguments.vllm_eager,
+        dtype=arguments.precision,
     ) as opened:
         if isinstance(opened, str):
             print(f"vllm: {opened}")
@@ -351,6 +384,9 @@ def main() -> int:
     parser.add_argument("--model", default="bundled:smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=2, help="and cores")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--only", nargs="*", choices=PEERS, help="these peers")
     parser.add_argument(
         "--vllm-python", default=os.environ.get("ROLLOUTS_VLLM_PYTHON", ".venv-vllm/bin/python")

@@ -1,9 +1,9 @@
 """vLLM's side of engine_cpu: a program for the Python that has vLLM, which imports nothing of ours.
 
-Started as `python engine_cpu_vllm.py MODEL_DIRECTORY WORKLOAD.json`; the workload is {"prompts": [64 lists of
-ids], "lengths": [64]}. For each line on its input it generates all of it, in this process, and answers with a
-line {"wall_s": …, "cpu_s": …, "tokens": …}. The first answer, {"ready": version}, comes when the model is
-loaded and has made two tokens of each.
+Started as `python engine_cpu_vllm.py MODEL_DIRECTORY WORKLOAD.json`; the workload is {"prompts": [lists of
+ids], "lengths": [of the answers], "dtype": that of the weights}. For each line on its input it generates all
+of it, in this process, and answers with a line {"wall_s": …, "cpu_s": …, "tokens": …}. The first answer,
+{"ready": version}, comes when the model is loaded and has made two tokens of each.
 """
 
 import json
@@ -27,7 +27,7 @@ def main() -> None:
     ]
     model = vllm.LLM(
         sys.argv[1],
-        dtype="float32",
+        dtype=workload["dtype"],
         max_model_len=256,
         max_num_seqs=len(prompts),
         enforce_eager="--eager" in sys.argv,
