@@ -308,8 +308,7 @@ async def measure(arguments: argparse.Namespace) -> int:
     workload = make_workload(num_prompts=prompts, samples=samples, vocab_size=model.config.vocab_size)
     rounded = torch.bfloat16 if arguments.precision == "bfloat16" else None
     plain = copy_in(model, rounded) if rounded else model
-    turns: dict[str, list[Turn]] = {}
-    version = None
+    turns, version = dict[str, list[Turn]](), None
     async with (
         open_device_thread(name="benchmark", torch_threads=arguments.threads) as device_thread,
         open_local_engine(

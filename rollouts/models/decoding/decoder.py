@@ -143,7 +143,7 @@ class FastDecoder:
 
     def _decode(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
         count, by_columns = len(ids), self._by_columns and len(ids) >= COLUMN_ROWS
-        linear = self._multiply if by_columns or self._packs else _call
+        linear = self._multiply
         states = self._body.embed_tokens(ids)
         states = states.t().contiguous().t() if by_columns else states
         cos, sin = (part[0, :, None] for part in self._body.rotary_emb(states, positions[None]))  # [B, 1, D]
@@ -191,21 +191,20 @@ class FastDecoder:
             rows[:, start : start + TRANSPOSE_BLOCK] = logits[:, start : start + TRANSPOSE_BLOCK]
         return rows
 
-    def _multiply(self, states: Tensor, *parts: nn.Linear) -> list[Tensor]:
+    def _multiply(self, states: Tensor, *parts: Any) -> list[Tensor]:
         """part(states) of each, for states [B, in] in any order of memory: by columns, so that the results'
         transposes are contiguous, or by packed weights, which give bfloat16.
         """
-        if any(type(part) is not nn.Linear or part._forward_pre_hooks for part in parts):
-            return _call(states, *parts)
-        product: Any = torch.ops.mkldnn._linear_pointwise
-        plain = None, "none", [], ""
+        plainly = not self._packs and not (self._by_columns and len(states) >= COLUMN_ROWS)
+        if plainly or any(type(part) is not nn.Linear or part._forward_pre_hooks for part in parts):
+            return [part(states) for part in parts]
+        product, plain = torch.ops.mkldnn._linear_pointwise, (None, "none", [], "")
         if self._packs:
             both = product(states.bfloat16(), self._pack(parts), *plain)
             outputs = both.split([len(part.weight) for part in parts], dim=1)
         else:
             outputs = [product(part.weight, states, *plain).t() for part in parts]  # weight @ states.t()
         found = []
-        part: Any
         for part, output in zip(parts, outputs, strict=True):
             output = output if part.bias is None else output + part.bias
             for hook in part._forward_hooks.values():  # what adapters add
@@ -215,9 +214,7 @@ class FastDecoder:
         return found
 
     def _pack(self, parts: tuple[nn.Linear, ...]) -> Tensor:
-        """Their weights as one, in bfloat16 and in oneDNN's own order, made anew when one has changed, where
-        torch counts that: a fused optimizer's step it does not count.
-        """
+        """Their weights as one, in bfloat16 and in oneDNN's own order, made anew when one has changed."""
         weights = [part.weight for part in parts]
         state = [number for one in weights for number in (one.data_ptr(), one._version)]
         if self._packed.get(parts, ((), None))[0] != state:
@@ -226,7 +223,7 @@ class FastDecoder:
         return self._packed[parts][1]
 
     def forget_weights(self) -> None:
-        """They may have changed without torch's notice."""
+        """They may have changed where torch does not count it: as by a fused optimizer."""
         self._packed.clear()
 
     def select(self, rows: IntArray, length: int) -> None:
@@ -270,10 +267,6 @@ def _compile_decode() -> Callable[..., Tensor]:  # pragma: gpu
 def _round_up(value: int) -> int:
     """The next power of two."""
     return 1 << (value - 1).bit_length()
-
-
-def _call(states: Tensor, *parts: nn.Linear) -> list[Tensor]:
-    return [part(states) for part in parts]
 
 
 def _check(model: Any, *, max_context: int) -> None:
