@@ -18,8 +18,8 @@ All processes are pinned to the same `--threads` cores, so tokens per second and
 times do. The engine's log-probs are compared with the model's own before anything is timed.
 `fraction_of_gemm`: 2 floating point operations a weight and token, against the rate of a 1536 x 1536 x 1536
 product, rounded likewise, in the same run. `engine_busy`: CPU time of the engine's turns over their wall time
-and the cores. Targets: ratio_generate >= 3, ratio_vllm_per_core >= 0.8, log_prob_difference_max <=
-1e-4 nats. A peer that cannot run is None, and why is printed.
+and the cores. Targets: ratio_generate >= 3; ratio_vllm_per_core >= 1.1, of fewer than 32 rows >= 0.8;
+engine_busy >= 0.9; log_prob_difference_max <= 1e-4 nats. A peer that cannot run is None, and why is printed.
 """
 
 import argparse
@@ -55,7 +55,8 @@ SHORTEST, LONGEST = 16, 128
 PAGE = 64  # tokens, of generate_batch
 VLLM_START_S = 600.0
 PEERS = ("generate", "generate_batch", "vllm")
-TARGETS = {"ratio_generate": ">= 3", "ratio_vllm_per_core": ">= 0.8", "log_prob_difference_max": "<= 1e-4"}
+TARGETS = {"ratio_generate": ">= 3", "engine_busy": ">= 0.9", "log_prob_difference_max": "<= 1e-4"}
+MANY_ROWS = 32
 
 Side = Callable[[], Awaitable[Turn]]
 
@@ -247,6 +248,8 @@ def summarise(turns: dict[str, list[Turn]], workload: Workload, cores: int) -> d
     for name, of_side in turns.items():
         wall_s = float(np.median([turn.wall_s for turn in of_side]))
         metrics[f"{name}_tokens_per_s_per_core"] = round(workload.tokens / wall_s / cores, 1)
+    busy = [turn.cpu_s / turn.wall_s / cores for turn in turns["engine"]]
+    metrics["engine_busy"] = round(float(np.median(busy)), 3)
     for name in PEERS:
         metric = "ratio_vllm_per_core" if name == "vllm" else f"ratio_{name}"
         if name not in turns:
@@ -322,8 +325,9 @@ async def measure(arguments: argparse.Namespace) -> int:
     ):
         completions = await run_engine(engine, *workload.requests(), "compared")
         difference = await device_thread.submit(lambda: compute_difference(model, workload, completions))
-        limit = 1.0 if rounded else 1e-3
-        assert difference <= limit, f"the engine's log-probs are not the model's: {difference:.3g} nats"
+        assert difference <= (1.0 if rounded else 1e-3), (
+            f"the engine's log-probs are not the model's: {difference:.3g} nats"
+        )
 
         gemm_rate = await device_thread.submit(partial(measure_products, rounded))
         sides = {"engine": lambda: take_engine_turn(engine, workload)}
@@ -338,7 +342,6 @@ async def measure(arguments: argparse.Namespace) -> int:
         computed = engine.statistics()["prefill_tokens"]
     weights = sum(value.numel() for value in model.parameters())
     needed = 2 * weights * (workload.tokens + workload.prompts.size)  # operations
-    busy = [turn.cpu_s / turn.wall_s / len(cores) for turn in turns["engine"]]
     engine_s = float(np.median([turn.wall_s for turn in turns["engine"]]))
     metrics: dict[str, float | str | None] = {
         "model": arguments.model,
@@ -348,13 +351,13 @@ async def measure(arguments: argparse.Namespace) -> int:
         "threads": arguments.threads,
         **summarise(turns, workload, len(cores)),
         "precision": arguments.precision,
-        "engine_busy": round(float(np.median(busy)), 3),
         "log_prob_difference_max": None if rounded else difference,
         "gemm_gflops": round(gemm_rate / 1e9, 1),
         "fraction_of_gemm": round(needed / engine_s / gemm_rate, 3),
         "prefill_tokens": computed,
     }
-    return finish("engine_cpu", peer="model.generate; generate_batch; vLLM", metrics=metrics, targets=TARGETS)
+    targets = {"ratio_vllm_per_core": ">= 1.1" if workload.lengths.size >= MANY_ROWS else ">= 0.8", **TARGETS}
+    return finish("engine_cpu", peer="model.generate; generate_batch; vLLM", metrics=metrics, targets=targets)
 
 
 @asynccontextmanager

@@ -14,8 +14,8 @@ rows made, encoded and written, and the thread's own cost.
     share        of both together; the largest is `record_share`
 
 Each update is traced, as a trainer's is: log-prob, slope and weight of every token. Peer: the driver's own
-work. Target: <= 0.03 of the driver's CPU time, at every number in flight. `--quick`: fewer rollouts, two
-sizes, two rounds.
+work. Targets: <= 0.03 of the driver's CPU time for rows, <= 0.06 for both, at every number in flight.
+`--quick`: fewer rollouts, two sizes, two rounds.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ from rollouts.types import Sample, TokenArrays
 SIZES = (64, 512, 2048)
 CALLS: tuple[str, ...] = ("log_step", "log_samples", "log_evaluation", "log_spans")
 ARRAYS_BYTES = 1 << 32
-TARGETS = {"record_share": "<= 0.03", "rows_share": "<= 0.03"}
+TARGETS = {"record_share": "<= 0.06", "rows_share": "<= 0.03"}
 Call = tuple[str, tuple[Any, ...], Mapping[str, Any]]
 
 

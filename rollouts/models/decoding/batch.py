@@ -121,7 +121,6 @@ class DecodeBatch:
         # by trajectory, least recently ended first: its last row, and what FastDecoder.copy_row gave of it
         self._kept: dict[str, tuple[Row, Tensor]] = {}
         self._draws = np.zeros(0, DRAW_DTYPE)
-        self._computed_by: int | None = None  # the weights of the last job; None: they are gone
 
     def describe(self) -> str:
         """How the model is run, and why no faster: one line for people."""
@@ -144,9 +143,8 @@ class DecodeBatch:
 
         Other work that waits shortens the job; one step is always made, unless interrupted or without rows.
         """
-        if version != self._computed_by and isinstance(self.decoder, FastDecoder):
-            self.decoder.forget_weights()
-        self._computed_by = version
+        if isinstance(self.decoder, FastDecoder):
+            self.decoder.note_weights(version)
         with self.whole.computing():
             if admit:
                 self.admit(admit, version)
@@ -170,7 +168,8 @@ class DecodeBatch:
     def note_new_weights(self) -> None:
         """What is there was computed by weights that are gone; versions may repeat."""
         self._kept.clear()
-        self._computed_by = None
+        if isinstance(self.decoder, FastDecoder):
+            self.decoder.note_weights(None)
         for row in self.rows:
             row.prompt_version = None
 

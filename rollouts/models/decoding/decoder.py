@@ -11,7 +11,7 @@ RecomputeDecoder   the whole sequence of every row at every step, for every caus
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
@@ -76,14 +76,11 @@ class FastDecoder:
         # down(act(gate) * up)
         self._gated = [_children(layer.mlp) == MLP_PARTS for layer in self._body.layers]
         # by the operators that torch's compiler uses
-        ordered = (
-            whole.device.type == "cpu"
-            and whole.dtype == torch.float32
-            and torch.backends.mkldnn.is_available()
-            and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        )
+        known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        ordered = known and whole.device.type == "cpu" and whole.dtype == torch.float32
         self._by_columns, self._packs = ordered and whole.is_exact, ordered and not whole.is_exact
         self._packed: dict[tuple[nn.Linear, ...], tuple[list[int], Tensor]] = {}
+        self._version: int | None = None  # of the weights that are packed
         self.mixes = all(self._gated)  # experts are handed all rows as one
         self._max_rows, self._max_context, self._compiled = max_rows, max_context, compiled
         self.drop()
@@ -200,7 +197,10 @@ class FastDecoder:
             return [part(states) for part in parts]
         product, plain = torch.ops.mkldnn._linear_pointwise, (None, "none", [], "")
         if self._packs:
-            both = product(states.bfloat16(), self._pack(parts), *plain)
+            if parts not in self._packed:
+                whole = torch.cat([part.weight.detach().bfloat16() for part in parts])
+                self._packed[parts] = _count_changes(parts), torch.ops.mkldnn._reorder_linear_weight(whole)
+            both = product(states.bfloat16(), self._packed[parts][1], *plain)
             outputs = both.split([len(part.weight) for part in parts], dim=1)
         else:
             outputs = [product(part.weight, states, *plain).t() for part in parts]  # weight @ states.t()
@@ -213,18 +213,14 @@ class FastDecoder:
             found.append(output)
         return found
 
-    def _pack(self, parts: tuple[nn.Linear, ...]) -> Tensor:
-        """Their weights as one, in bfloat16 and in oneDNN's own order, made anew when one has changed."""
-        weights = [part.weight for part in parts]
-        state = [number for one in weights for number in (one.data_ptr(), one._version)]
-        if self._packed.get(parts, ((), None))[0] != state:
-            whole = torch.cat([one.detach().bfloat16() for one in weights])
-            self._packed[parts] = state, torch.ops.mkldnn._reorder_linear_weight(whole)
-        return self._packed[parts][1]
-
-    def forget_weights(self) -> None:
-        """They may have changed where torch does not count it: as by a fused optimizer."""
-        self._packed.clear()
+    def note_weights(self, version: int | None) -> None:
+        """To be called when others may have changed weights: what is packed of them is forgotten if one was,
+        or if the version has changed, for torch counts no step of a fused optimizer. None: forgets it anyway.
+        """
+        changed = any(_count_changes(parts) != count for parts, (count, _) in self._packed.items())
+        if changed or version is None or version != self._version:
+            self._packed.clear()
+        self._version = version
 
     def select(self, rows: IntArray, length: int) -> None:
         """Row i is from now on what row rows[i] was, up to `length` positions; there are no others."""
@@ -267,6 +263,11 @@ def _compile_decode() -> Callable[..., Tensor]:  # pragma: gpu
 def _round_up(value: int) -> int:
     """The next power of two."""
     return 1 << (value - 1).bit_length()
+
+
+def _count_changes(parts: Iterable[nn.Linear]) -> list[int]:
+    """What is another list after a change of their weights, in place or by other memory."""
+    return [number for part in parts for number in (part.weight.data_ptr(), part.weight._version)]
 
 
 def _check(model: Any, *, max_context: int) -> None:
