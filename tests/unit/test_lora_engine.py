@@ -12,6 +12,7 @@ from numpy.testing import assert_allclose
 from trio.testing import wait_all_tasks_blocked
 
 from rollouts.errors import EngineError, RequestRefused
+from rollouts.models.devices import measure_rounding
 from rollouts.models.load import resolve_model
 from rollouts.models.lora import Adapter, route_all, use_adapters
 from rollouts.testing.engine_contracts import make_request
@@ -43,6 +44,25 @@ def check_log_probs(model, adapters, request, answer):
     with use_adapters(model, route_all(adapters.get(request.adapter))):
         wanted = score_completion(model, request, answer)
     assert_allclose(answer.log_probs, wanted, atol=1e-4)
+
+
+@pytest.mark.skipif(not measure_rounding()[0], reason="this CPU multiplies no bfloat16")
+@cases("names: a b ab-")
+async def test_adapters_are_added_to_products_of_packed_weights(names):
+    model, path = load_tiny("llama"), resolve_model("tiny:llama")
+    adapters = {"a": make_random(model, path, targets=["down_proj"]), "b": make_random(model, path, seed=1)}
+    async with open_engine(model, autocast_dtype=torch.bfloat16) as engine:
+        assert engine.path == "fast"
+        for name, adapter in adapters.items():
+            await engine.add_adapter(name, adapter)
+        requests = [replace(REQUEST, request_id=name, adapter=name.strip("-")) for name in names]
+        answers = await generate_all(engine, requests)
+    for request in requests:
+        answer, away = answers[request.request_id], []
+        for adapter in (adapters.get(request.adapter), *adapters.values()):
+            with use_adapters(model, route_all(adapter)):
+                away.append(np.abs(score_completion(model, request, answer) - answer.log_probs).mean())
+        assert away[0] < 0.03 and sum(one > 0.1 for one in away) == 1 + (request.adapter == "")
 
 
 def start_later(engine, nursery, work):

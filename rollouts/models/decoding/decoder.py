@@ -174,7 +174,8 @@ class FastDecoder:
             mlp, normed = layer.mlp, layer.post_attention_layernorm(states)
             if gated:
                 gate, up = linear(normed, mlp.gate_proj, mlp.up_proj)
-                fed = linear(mlp.act_fn(gate) * up, mlp.down_proj)[0]
+                # float32 where there are adapters, which are added to it
+                fed = linear((mlp.act_fn(gate) * up).to(states.dtype), mlp.down_proj)[0]
             else:
                 fed = mlp(normed.contiguous()[None])[0]  # experts want [N, S, hidden]
             states = states + fed
